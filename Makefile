@@ -1,0 +1,53 @@
+# The verbs that a person and CI share. Everything starts from Python >= 3.10, make, gcc and git.
+#   make install     a virtual environment in .venv with the kit in it
+#   make demo        a bootstrap peer and three volunteers train together on this machine
+#   make test        the tests (minutes); make test-slow: the long ones
+#   make check       ruff and the floors of the house (import-linter)
+#   make bench       every benchmark, one after another
+
+VENV ?= .venv
+PY = $(VENV)/bin/python
+STAMP = $(VENV)/.installed
+# Without an NVIDIA driver, the version that the tests ran with; an unpinned torch brings gigabytes of CUDA along.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.4' || echo 'torch==2.13.0')
+DEMO ?=
+TEST ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: install demo test test-slow check bench clean
+
+install: $(STAMP)
+
+$(STAMP): requirements.txt setup.cfg pyproject.toml
+	@set -e; for candidate in "$(PYTHON)" python3 python3.11 python3.12 python3.13 python3.10; do \
+	  [ -n "$$candidate" ] && "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && found=$$candidate && break; \
+	done; \
+	if [ -z "$$found" ]; then echo "No Python 3.10 or newer was found: install one, or name it: make install PYTHON=/path/to/python3"; exit 1; fi; \
+	"$$found" -c 'import ensurepip, venv' 2>/dev/null || { echo "$$found cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv), or name another Python: make install PYTHON=..."; exit 1; }; \
+	[ -x $(PY) ] || "$$found" -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip wheel "setuptools>=66.1"
+	$(PY) -m pip install -q "$(TORCH)" -r requirements.txt
+	$(PY) -m pip install --no-deps dalle-pytorch==1.6.6 taming-transformers-rom1504==0.0.6
+	PYTHONWARNINGS=ignore $(PY) -m pip install -q --no-build-isolation -e '.[dev]'
+	@touch $(STAMP)
+
+demo: install
+	$(VENV)/bin/volunteer-kit demo $(DEMO)
+
+test: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" $(TEST)
+
+test-slow: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow $(TEST)
+
+check: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports --no-logo --no-cache
+
+bench: install
+	@ls benchmarks/*.py >/dev/null 2>&1 || { echo "No benchmark is here yet."; exit 0; }; \
+	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
