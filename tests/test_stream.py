@@ -1,0 +1,345 @@
+"""The stream: endless, seeded, resumable anywhere, and clear when nothing can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from shard_files import good_shard, record, serve, write_tar
+
+from volunteer_kit.data.errors import DataError
+from volunteer_kit.data.scenes import all_scenes, is_held_out, parse_caption
+from volunteer_kit.data.stream import Batch, DataConfig, SampleStream, open_stream
+from volunteer_kit.data.tokenizer import load_tokenizer
+
+WORDS = load_tokenizer("words")
+CALLS: list[int] = []
+
+
+def encode(images: torch.Tensor) -> torch.Tensor:
+    """4 codes: the red of the four quarters."""
+    assert images.dtype == torch.float32 and images.shape[1:] == (3, 8, 8) and 0 <= images.min() <= images.max() <= 1
+    CALLS.append(len(images))
+    return torch.nn.functional.avg_pool2d(images[:, :1], 4).flatten(1).mul(255).round().long()
+
+
+def stream(seed: int = 0, peer_seed: int = 0, num_codes: int = 256, encode_images=encode, **config) -> SampleStream:
+    return open_stream(
+        DataConfig(**{"kind": "shards" if "shards" in config else "scenes", **config}),
+        tokenizer=WORDS,
+        encode_images=encode_images,
+        image_size=8,
+        text_seq_len=16,
+        seed=seed,
+        peer_seed=peer_seed,
+        num_codes=num_codes,
+    )
+
+
+def keys(reader: SampleStream, count: int, batch_size: int = 5) -> list[str]:
+    found: list[str] = []
+    while len(found) < count:
+        found += reader.next_batch(min(batch_size, count - len(found))).keys
+    return found
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three shards: 40, 7 and 90 good records, with faults between."""
+    good_shard(tmp_path / "0.tar", 40)
+    write_tar(tmp_path / "1.tar", *(record(f"k{n}", "no" if n % 3 else f"caption {n}") for n in range(21)))
+    good_shard(tmp_path / "2.tar", 90, first=100)
+    return str(tmp_path / "{0..2}.tar")
+
+
+# batches
+
+
+def test_a_batch_of_scenes():
+    batch = stream().next_batch(6)
+    assert isinstance(batch, Batch)
+    assert batch.text.shape == (6, 16) and batch.text.dtype == torch.int64
+    assert batch.codes.shape == (6, 4) and batch.codes.dtype == torch.int64
+    assert len(set(batch.keys)) == 6
+    for text, codes in zip(batch.text.tolist(), batch.codes, strict=True):
+        scene = parse_caption(WORDS.decode(text))
+        assert not is_held_out(scene)
+        image = torch.from_numpy(scene.render(8)).permute(2, 0, 1)[None].float() / 255
+        assert torch.equal(encode(image)[0], codes)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_pass_over_scenes_has_every_training_scene_once(level):
+    count = len(all_scenes(1, "train")) if level == 1 else 2000
+    found = keys(stream(level=level), count, 64)
+    assert len(set(found)) == count
+    if level == 1:
+        captions = {WORDS.decode(row) for row in stream().next_batch(count).text.tolist()}
+        assert captions == {scene.caption for scene in all_scenes(1, "train")}
+
+
+def test_early_samples_of_level_2_are_mixed():
+    """Neighbours in all_scenes share their words; a stream cut from it in order would learn few at a time."""
+    texts = stream(level=2).next_batch(64).text.tolist()
+    first_colours = {WORDS.decode(text).split()[2] for text in texts}
+    assert len(first_colours) == 8
+
+
+def test_each_scene_is_encoded_once():
+    CALLS.clear()
+    reader = stream()
+    keys(reader, 5000, 64)
+    assert sum(CALLS) == len(all_scenes(1, "train")) and max(CALLS) <= 32
+
+
+def test_a_batch_of_shards(shards):
+    reader = stream(shards=shards)
+    batch = reader.next_batch(30)
+    for text, codes, key in zip(batch.text.tolist(), batch.codes.tolist(), batch.keys, strict=True):
+        if not key.startswith("1.tar"):
+            number = int(WORDS.decode(text).split()[-1])
+            assert key == f"{0 if number < 100 else 2}.tar#{number % 100}:{number:06d}" and codes == [number] * 4
+
+
+def test_a_pass_has_every_record_once_and_the_next_one_another_order(shards):
+    reader = stream(shards=shards)
+    passes = [keys(reader, 137) for _ in range(4)]
+    assert all(sorted(found) == sorted(passes[0]) and len(set(found)) == 137 for found in passes)
+    assert len({tuple(found) for found in passes}) == 4
+
+
+def test_the_order_does_not_depend_on_batch_sizes(shards):
+    steady = keys(stream(shards=shards), 300)
+    reader, changing = stream(shards=shards), []
+    for size in (1, 100, 3, 7, 150, 2, 37):
+        changing += reader.next_batch(size).keys
+    assert changing == steady
+    assert sum((batch.keys for batch in islice(stream(shards=shards).batches(10), 30)), []) == steady
+    with pytest.raises(ValueError, match="1 sample or more"):
+        reader.next_batch(0)
+
+
+@pytest.mark.parametrize("kind", ["scenes", "shards"])
+def test_seeds_decide_the_order_in_every_process(kind, shards):
+    source = {"shards": shards} if kind == "shards" else {}
+    first = keys(stream(1, 1, **source), 60)
+    assert first == keys(stream(1, 1, **source), 60)
+    assert len({tuple(keys(stream(a, b, **source), 60)) for a, b in ((1, 1), (1, 2), (2, 1), (12, 1))}) == 4
+
+
+def test_the_order_is_not_pythons_hash():
+    code = (
+        "import torch\nfrom volunteer_kit.data.stream import *\n"
+        "from volunteer_kit.data.tokenizer import load_tokenizer\n"
+        "s = open_stream(DataConfig(kind='scenes'), tokenizer=load_tokenizer('words'), image_size=8, text_seq_len=4,"
+        "encode_images=lambda x: torch.zeros(len(x), 4), seed=3, peer_seed=4, num_codes=1)\n"
+        "print(s.next_batch(8).keys)"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert run.stdout == f"{keys(stream(3, 4), 8, 8)}\n"
+
+
+# memory
+
+
+def test_later_passes_come_from_memory(shards):
+    CALLS.clear()
+    reader = stream(shards=shards)
+    keys(reader, 137 * 3)
+    assert sum(CALLS) == 137
+    assert reader.counts == {"short_caption": 14}
+
+
+def test_memory_is_bounded_by_the_setting(shards):
+    CALLS.clear()
+    reader = stream(shards=shards, cache_mb=0)
+    keys(reader, 137 * 3)
+    assert sum(CALLS) == 137 * 3
+    assert reader.counts == {"short_caption": 42}
+    CALLS.clear()
+    reader = stream(shards=shards, cache_mb=0.03)  # room for the shard of 40, or the one of 7, not for that of 90
+    keys(reader, 137 * 3)
+    assert 137 + 90 * 2 <= sum(CALLS) < 137 * 3
+    assert keys(reader, 30) == keys(stream(shards=shards), 137 * 3 + 30)[-30:]
+
+
+# resuming
+
+
+@pytest.mark.parametrize("buffer", [1, 16, 1024])
+@pytest.mark.parametrize("kind", ["scenes", "shards"])
+def test_a_stream_goes_on_exactly_where_it_stopped(kind, buffer, shards):
+    source = {"shards": shards} if kind == "shards" else {}
+    expected = keys(stream(shuffle_buffer=buffer, **source), 700, 50)
+    rng = np.random.default_rng(buffer)
+    found: list[str] = []
+    reader = stream(shuffle_buffer=buffer, **source)
+    while len(found) < 650:
+        found += reader.next_batch(int(rng.integers(1, 60))).keys
+        state = json.loads(json.dumps(reader.state_dict()))
+        reader.close()
+        reader = stream(shuffle_buffer=buffer, **source)
+        reader.load_state_dict(state)
+        assert reader.state_dict() == state
+        if rng.random() < 0.3:  # closing does not move it
+            reader.close()
+    assert found == expected[: len(found)]
+
+
+def test_going_on_does_not_encode_what_was_read_before(tmp_path):
+    for n in range(8):
+        good_shard(tmp_path / f"{n}.tar", 30, first=30 * n)
+    pattern = str(tmp_path / "*.tar")
+    reader = stream(shards=pattern, shuffle_buffer=16)
+    keys(reader, 200)
+    state = reader.state_dict()
+    CALLS.clear()
+    reader = stream(shards=pattern, shuffle_buffer=16, encode_batch=4)
+    reader.load_state_dict(state)
+    reader.next_batch(1)
+    assert sum(CALLS) <= 24
+
+
+def test_a_state_of_other_shards_starts_a_new_pass(shards, tmp_path):
+    reader = stream(shards=shards)
+    keys(reader, 50)
+    other = stream(shards=str(tmp_path / "2.tar"))
+    other.load_state_dict(reader.state_dict())
+    assert len(set(keys(other, 90))) == 90
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 1, "pass": -1}, {"version": 1, "pass": "0"}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="not the state"):
+        stream().load_state_dict(state)
+
+
+# faults
+
+
+def test_codes_outside_the_vocabulary_are_left_out(shards):
+    reader = stream(shards=shards, num_codes=120)  # codes are 0..39, about 200, 100..189
+    assert all(batch.codes.max() < 120 for batch in islice(reader.batches(10), 6))
+    assert reader.counts["codes_out_of_range"] == 70 + 7
+    reader = stream(encode_images=lambda images: torch.full((len(images), 4), -1))
+    with pytest.raises(DataError, match="vocabulary"):
+        reader.next_batch(1)
+
+
+def test_an_encoder_that_fails_is_heard_and_can_be_tried_again(shards):
+    broken = [True]
+
+    def moody(images: torch.Tensor) -> torch.Tensor:
+        if broken[0] and sum(CALLS) > 70:
+            raise RuntimeError("out of memory")
+        return encode(images)
+
+    CALLS.clear()
+    reader = stream(shards=shards, encode_images=moody)
+    found = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        while True:
+            found += reader.next_batch(5).keys
+    broken[0] = False
+    found += keys(reader, 150)
+    assert found == keys(stream(shards=shards), len(found))
+
+
+def test_a_bad_shard_is_tried_again_in_the_next_pass(tmp_path):
+    good_shard(tmp_path / "0.tar", 5)
+    reader = stream(shards=[str(tmp_path / "0.tar"), str(tmp_path / "1.tar")])
+    assert len(keys(reader, 10)) == 10
+    assert reader.counts["missing_shard"] >= 1 and "no such file" in reader.failures[str(tmp_path / "1.tar")]
+    good_shard(tmp_path / "1.tar", 5, first=100)
+    assert Counter(key.split("#")[0] for key in keys(reader, 40))["1.tar"] >= 15
+
+
+def test_nothing_to_read_is_one_clear_error(tmp_path):
+    write_tar(tmp_path / "x.tar", *(record(f"{n}", NSFW="NSFW") for n in range(3)))
+    (tmp_path / "empty.tar").touch()
+    reader = stream(shards=[str(tmp_path / "x.tar"), str(tmp_path / "empty.tar"), str(tmp_path / "missing.tar")])
+    for _ in range(2):  # asked again, it tries again
+        with pytest.raises(DataError) as error:
+            reader.next_batch(1)
+    said = str(error.value)
+    assert "Not one usable sample in 3 shards" in said and "no such file" in said and "the file is empty" in said
+    assert "not marked as safe for work: 3" in said and "nsfw_allowed" in said and "1. " in said
+    with pytest.raises(DataError, match="No shard matches"):
+        stream(shards=str(tmp_path / "*.zip"))
+    with pytest.raises(DataError, match="No shard"):
+        stream(kind="shards", shards=None)
+
+
+def test_an_unreachable_server_is_told_within_the_patience():
+    with socket.socket() as busy:  # bound, but nobody listens
+        busy.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{busy.getsockname()[1]}/{{0..99}}.tar"
+        reader = stream(shards=url, patience=2, timeout=1, retries=1)
+        started = time.monotonic()
+        with pytest.raises(DataError, match="connection refused") as error:
+            reader.next_batch(1)
+    assert time.monotonic() - started < 5
+    assert "curl -I" in str(error.value)
+
+
+def test_a_short_outage_is_waited_for_and_a_long_one_told(tmp_path):
+    good_shard(tmp_path / "0.tar", 70)
+    reader = stream(shards=str(tmp_path / "{0..0}.tar"), cache_mb=0, patience=2)
+    found = keys(reader, 70)
+    (tmp_path / "0.tar").rename(tmp_path / "away")
+    back = threading.Timer(0.5, (tmp_path / "away").rename, [tmp_path / "0.tar"])
+    back.start()
+    found += keys(reader, 70)
+    back.join()
+    assert Counter(found) == dict.fromkeys(found, 2) and reader.counts["missing_shard"] >= 1
+    (tmp_path / "0.tar").unlink()
+    started = time.monotonic()
+    with pytest.raises(DataError, match="no such file"):
+        keys(reader, 70)
+    assert 1.9 < time.monotonic() - started < 5
+
+
+def test_a_silent_server_is_told_within_the_patience():
+    with socket.socket() as silent:  # takes connections and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        reader = stream(shards=f"http://127.0.0.1:{silent.getsockname()[1]}/{{0..99}}.tar", patience=2, timeout=0.7)
+        started = time.monotonic()
+        with pytest.raises(DataError, match="no answer in time"):
+            reader.next_batch(1)
+    assert time.monotonic() - started < 5
+
+
+def test_shards_over_http_are_the_same_stream(shards, tmp_path):
+    with serve(tmp_path) as server:
+        reader = stream(shards=f"{server.url}/ok/{{0..2}}.tar")
+        batch = reader.next_batch(137)
+        assert len(server.asked) == 3
+        keys(reader, 300)
+        assert len(server.asked) == 3  # the rest came from memory
+    assert sorted(batch.keys) == sorted(keys(stream(shards=shards), 137))
+
+
+# settings
+
+
+def test_settings_are_checked():
+    for wrong in ({"kind": "files"}, {"kind": "scenes", "level": 3}, {"kind": "shards", "max_aspect": 0.5},
+                  {"kind": "scenes", "shufle_buffer": 3}, {"kind": "shards", "patience": float("inf")}):  # fmt: skip
+        with pytest.raises(ValidationError):
+            DataConfig(**wrong)
+    assert set(DataConfig.LOCAL) < set(DataConfig.model_fields)
+    shared = set(DataConfig.model_fields) - DataConfig.LOCAL
+    assert shared == {"kind", "level", "min_caption", "nsfw_allowed", "max_aspect"}

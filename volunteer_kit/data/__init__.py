@@ -1,0 +1,1 @@
+"""Data: where text and pictures come from and how one sample becomes a batch."""
