@@ -1,0 +1,115 @@
+"""Real peers on loopback, each a process group of its own; events awaited, everything reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+class LocalPeer:
+    """One tests/swarm_peer.py process."""
+
+    def __init__(self, log: Path, **settings):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.swarm_peer", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        self.events: list[dict] = []
+        self._queue: queue.Queue[dict | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):
+                self._queue.put(json.loads(line))
+        self._queue.put(None)
+
+    def wait_for(self, found: Callable[[dict], bool], timeout: float = 90.0) -> dict:
+        """The first event, of those that came and those to come, for which `found` is true."""
+        for event in self.events:
+            if found(event):
+                return event
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                event = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"nothing within {timeout} s; {self.story()}") from None
+            if event is None:
+                raise AssertionError(f"the peer ended; {self.story()}")
+            self.events.append(event)
+            if found(event):
+                return event
+
+    def wait_event(self, name: str, timeout: float = 90.0) -> dict:
+        return self.wait_for(lambda event: event["event"] == name, timeout)
+
+    def wait_epoch(self, epoch: int, group_size: int = 1, timeout: float = 90.0) -> dict:
+        """An applied step at `epoch` or later, in a group of at least `group_size`."""
+        return self.wait_for(
+            lambda e: e["event"] == "epoch" and e["epoch"] >= epoch and e["group_size"] >= group_size, timeout
+        )
+
+    def story(self) -> str:
+        return f"events: {self.events[-8:]}\nlog: {self.log.read_text()[-3000:]}"
+
+    def order(self, line: str) -> None:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, as a lost VM: no goodbye, and nothing of it stays."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+class LocalSwarm:
+    """Peers that know the first one."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.peers = folder, []
+
+    def add(self, **settings) -> LocalPeer:
+        if self.peers:
+            settings.setdefault("initial_peers", self.peers[0].wait_event("connected")["maddrs"])
+        index = len(self.peers)
+        peer = LocalPeer(self.folder / f"peer-{index}.log", seed=index + 1, **settings)
+        self.peers.append(peer)
+        return peer
+
+    def finish(self, *peers: LocalPeer, more: int = 3) -> list[dict]:
+        """Let `peers` end together, a few epochs on; :returns: their "finished" events."""
+        last = more + max(e["epoch"] for p in peers for e in p.events if e["event"] == "epoch")
+        for peer in peers:
+            peer.order(f"finish {last}")
+        return [peer.wait_event("finished") for peer in peers]
+
+
+@contextlib.contextmanager
+def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
+    swarm = LocalSwarm(folder)
+    try:
+        yield swarm
+    finally:
+        for peer in swarm.peers:
+            peer.kill()

@@ -1,0 +1,121 @@
+"""One peer of a test swarm, a process of its own: a small linear model over the real SwarmOptimizer.
+
+argv[1]: JSON settings. stdin: "finish EPOCH" and "leave" lines. stdout: one JSON event a line.
+"""
+
+import json
+import sys
+import threading
+
+import torch
+
+from tests.attacks import ATTACKS
+from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.swarm.codec import make_codec
+from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.worker import own_stdin
+
+DIM_IN, DIM_OUT = 32, 24
+
+
+def say(event: str, **fields) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    orders = {"finish": None, "leave": threading.Event()}
+
+    stdin = own_stdin()
+
+    def read_orders() -> None:
+        for line in stdin:
+            word, *rest = line.split()
+            if word == b"finish":
+                orders["finish"] = int(rest[0])
+            else:
+                break
+        orders["leave"].set()
+
+    threading.Thread(target=read_orders, daemon=True).start()
+    peer = start_peer(
+        PeerConfig(
+            initial_peers=settings.get("initial_peers", []),
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            client_mode=settings.get("client_mode", False),
+        )
+    )
+    say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
+    truth = torch.randn(DIM_IN, DIM_OUT)
+    attack = ATTACKS.get(settings.get("attack"))
+    if attack:
+        attack()
+    optimizer = SwarmOptimizer(
+        peer=peer,
+        options=SwarmOptions(
+            run_key="test",
+            target_batch_size=settings.get("target_batch_size", 256),
+            matchmaking_time=1.5,
+            averaging_timeout=20.0,
+            allreduce_timeout=10.0,
+            next_chunk_timeout=5.0,
+            load_state_timeout=20.0,
+            delay_optimizer_step=settings.get("delay_optimizer_step", False),
+            delay_grad_averaging=settings.get("delay_grad_averaging", False),
+            grad_codec=make_codec("float16", "uniform8", 512),
+            state_codec=make_codec("float16", "uniform8", 512),
+            refresh_period=0.3,
+            metadata_expiration=20.0,
+        ),
+        params=list(model.parameters()),
+        optimizer=lambda params: Lamb(params, lr=5e-2),
+    )
+    say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch)
+    train(model, truth, optimizer, settings, orders)
+    say("finished", epoch=optimizer.local_epoch, digest=optimizer.settle(), in_doubt=optimizer.in_doubt)
+    orders["leave"].wait()
+    optimizer.shutdown()
+    peer.shutdown()
+    say("left")
+
+
+def train(model, truth, optimizer, settings, orders) -> None:
+    generator = torch.Generator().manual_seed(settings.get("seed", 0))
+    pause = threading.Event()
+    probe = torch.randn(256, DIM_IN, generator=torch.Generator().manual_seed(0))  # the same on all peers
+
+    def done() -> bool:
+        last = orders["finish"]
+        return orders["leave"].is_set() or last is not None and last <= max(
+            optimizer.local_epoch, optimizer.tracker.global_epoch
+        )
+
+    while not done():
+        x = torch.randn(16, DIM_IN, generator=generator)  # (B, in)
+        loss = (model(x) - x @ truth).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        pause.wait(settings.get("pause", 0.1))  # a device's speed, not a wait for something
+        optimizer.step(16)
+        while optimizer.reports:
+            report = optimizer.reports.popleft()
+            say(
+                "epoch",
+                epoch=report.epoch,
+                samples=report.counted,
+                group_size=report.group_size,
+                received=report.received,
+                refused=report.refused,
+                failure=report.failure,
+                loss=(model(probe) - probe @ truth).pow(2).mean().item(),
+            )
+    while not orders["leave"].is_set() and optimizer.local_epoch < orders["finish"]:
+        optimizer.load_state_from_peers()
+
+
+if __name__ == "__main__":
+    main()

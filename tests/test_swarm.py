@@ -1,0 +1,73 @@
+"""Real swarms: several processes, hivemind on loopback, kills and liars among them."""
+
+import pytest
+
+from tests.local_swarm import local_swarm
+
+
+@pytest.mark.parametrize(
+    "delays",
+    [
+        {},
+        {"delay_optimizer_step": True},
+        pytest.param({"delay_optimizer_step": True, "delay_grad_averaging": True}, marks=pytest.mark.slow),
+    ],
+    ids=["sync", "delayed step", "delayed averaging"],
+)
+def test_kill_late_joiner_and_client_mode_end_in_sync(tmp_path, delays):
+    with local_swarm(tmp_path) as swarm:
+        first = swarm.add(**delays)
+        client = swarm.add(client_mode=True, **delays)
+        victim = swarm.add(**delays)
+        for peer in (first, client, victim):
+            peer.wait_epoch(1, group_size=3)
+        victim.kill()
+        late = swarm.add(**delays)
+        joined = late.wait_event("joined")
+        assert joined["taken"] and joined["epoch"] >= 1
+        after_join = joined["epoch"] + 2
+        for peer in (first, client, late):
+            peer.wait_epoch(after_join, group_size=3)
+        ends = swarm.finish(first, client, late)
+
+        # parameters and statistics, to the last bit: the late joiner's statistics are its donor's
+        assert len({end["digest"] for end in ends}) == 1, ends
+        assert len({end["epoch"] for end in ends}) == 1
+        for peer in (first, client, late):
+            assert sum(e["samples"] for e in peer.events if e["event"] == "epoch") > 0
+        losses = [e["loss"] for e in first.events if e["event"] == "epoch"]
+        assert min(losses[-3:]) < losses[0]
+
+
+@pytest.mark.parametrize("attack, words", [("nan", "not finite"), ("weight", "weight 1e+06")])
+def test_a_dishonest_peer_costs_its_own_samples_only(tmp_path, attack, words):
+    with local_swarm(tmp_path) as swarm:
+        honest = [swarm.add(), swarm.add()]
+        for peer in honest:
+            peer.wait_epoch(1, group_size=2)
+        liar = swarm.add(attack=attack)
+        liar_id = liar.wait_event("connected")["peer_id"]
+
+        def refuses_liar(event):
+            return words in event.get("refused", {}).get(liar_id, "")
+
+        refusals = [peer.wait_for(refuses_liar) for peer in honest]
+        for refusal, peer in zip(refusals, honest, strict=True):
+            peer.wait_epoch(refusal["epoch"] + 2)  # training goes on with the liar in the swarm
+        liar.kill()
+        ends = swarm.finish(*honest)
+        assert len({end["digest"] for end in ends}) == 1, ends
+        for peer in honest:
+            losses = [e["loss"] for e in peer.events if e["event"] == "epoch"]
+            assert all(loss == loss and loss < 2 * losses[0] for loss in losses)
+
+
+def test_a_peer_that_was_alone_follows_the_others_when_they_meet(tmp_path):
+    """Two peers that both stepped alone hold different models; one must adopt the other's, statistics included."""
+    with local_swarm(tmp_path) as swarm:
+        first = swarm.add()
+        first.wait_epoch(2)
+        second = swarm.add()
+        second.wait_epoch(3, group_size=2)
+        ends = swarm.finish(first, second)
+        assert ends[0]["digest"] == ends[1]["digest"]

@@ -1,0 +1,1 @@
+"""Reduction rules: many peers' parts of a tensor -> one. Pure tensors, no network."""

@@ -1,0 +1,259 @@
+"""One round of averaging in one group: every member is a reducer of its own slice of the tensors.
+
+hivemind's runner keeps a running sum, trusts each sender's weight and values, and answers each sender with a
+difference to that sender's own part, quantized for that sender alone. Here a reducer holds all parts of a slice,
+refuses those that cannot be true, applies one rule to the rest and answers everybody with the same bytes: after a
+round the members are equal to the last bit, and what they hold can be hashed and compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging.partition import AllreduceException, BannedException
+from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
+
+Reduce = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]  # parts and weights -> one part
+
+
+class RefusedPart(AllreduceException):
+    """A sender's part or weight cannot be true. The sender loses the rest of the round, the others lose nothing."""
+
+
+def reason_to_refuse(
+    part: torch.Tensor, shape: torch.Size, weight: float, first_weight: float | None, max_weight: float
+) -> str | None:
+    """Why a sender's part must not enter the average, in words, or None if it may."""
+    if part.shape != shape:
+        return f"shape {tuple(part.shape)} instead of {tuple(shape)}"
+    if not math.isfinite(weight) or weight < 0:
+        return f"weight {weight}"
+    if weight > max_weight:
+        return f"weight {weight:g}, more than the {max_weight:g} that anyone can have earned"
+    if first_weight is not None and weight != first_weight:
+        return "a weight that changes between parts"
+    if not torch.isfinite(part).all():
+        return "values that are not finite"
+    return None
+
+
+class HeldPartReducer:
+    """Collects one slice from all senders, part by part, and reduces each part once everybody's is in or given up.
+
+    :param shapes: the slice's parts
+    :param infos: what the codec must know of each part
+    :param num_senders: members that send (all but auxiliary ones)
+    :param reduce: the rule: parts (each of one shape) and weights -> one part
+    :param codec: how the answer is encoded; what the members use is the decoded answer, here as well
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        infos: Sequence[CompressionInfo],
+        num_senders: int,
+        reduce: Reduce,
+        codec: CompressionBase,
+    ):
+        self.shapes, self.infos, self.num_senders, self.num_parts = shapes, infos, num_senders, len(shapes)
+        self._reduce, self._codec = reduce, codec
+        self._held: list[dict[int, tuple[torch.Tensor | None, float]]] = [{} for _ in shapes]
+        self._answers: list[asyncio.Future] = [asyncio.get_running_loop().create_future() for _ in shapes]
+        self._next_part = [0] * num_senders  # of each sender
+        self._failed: set[int] = set()
+        self.finished = asyncio.Event()
+        if not shapes:
+            self.finished.set()
+
+    async def accumulate_part(
+        self, sender: int, part_index: int, part: torch.Tensor | None, weight: float
+    ) -> tuple[torch.Tensor, runtime_pb2.Tensor]:
+        """Hold a sender's next part (None: it sent one that does not count) and wait for the others'.
+
+        :returns: the answer decoded, and as sent to everybody
+        """
+        if sender in self._failed:
+            raise BannedException(f"sender {sender} was given up")
+        if part_index != self._next_part[sender] or part_index >= self.num_parts:
+            raise AllreduceException(f"part {part_index} of sender {sender} out of turn")
+        self._next_part[sender] += 1
+        self._held[part_index][sender] = (part, weight)
+        self._reduce_if_complete(part_index)
+        return await asyncio.shield(self._answers[part_index])
+
+    def on_sender_failed(self, sender: int) -> None:
+        """Go on without this sender's missing parts. What it sent in full before stays: it was checked."""
+        if sender not in self._failed:
+            self._failed.add(sender)
+            for part_index in range(self._next_part[sender], self.num_parts):
+                self._reduce_if_complete(part_index)
+
+    def _reduce_if_complete(self, part_index: int) -> None:
+        answer = self._answers[part_index]
+        expected = self.num_senders - sum(self._next_part[sender] <= part_index for sender in self._failed)
+        held = self._held[part_index]
+        if answer.done() or len(held) < expected:
+            return
+        counted = [held[sender] for sender in sorted(held) if held[sender][0] is not None]
+        if not counted:
+            answer.set_exception(AllreduceException("nobody sent a part that counts"))
+            answer.exception()  # nobody may be waiting for it
+        else:
+            average = self._reduce([part for part, _ in counted], [weight for _, weight in counted])
+            message = self._codec.compress(average, self.infos[part_index])
+            answer.set_result((deserialize_torch_tensor(message), message))
+        held.clear()
+        if all(future.done() for future in self._answers):
+            self.finished.set()
+
+    def finalize(self) -> None:
+        """Drop what is held and wake whoever waits."""
+        for answer in self._answers:
+            if not answer.done():
+                answer.cancel()
+        self._held = [{} for _ in self.shapes]
+        self.finished.set()
+
+
+class SwarmAllReduce(AllReduceRunner):
+    """hivemind's runner with checked parts, held reduction and equal answers. It yields averages, not differences.
+
+    :param reduce: the reduction rule
+    :param max_weight: a larger declared weight is a lie; in samples for gradients, 1 for state
+    :param out_of_step: members whose parts must not enter, with the reason; they get the average all the same
+    """
+
+    def __init__(
+        self,
+        *,
+        reduce: Reduce,
+        max_weight: float,
+        compression: CompressionBase,
+        out_of_step: Mapping[PeerID, str] = MappingProxyType({}),
+        **kwargs,
+    ):
+        super().__init__(compression=compression, **kwargs)
+        self.max_weight, self.out_of_step = max_weight, out_of_step
+        self.refused: dict[PeerID, str] = dict(out_of_step)
+        self.failed_reducers: list[PeerID] = []
+        self.bytes_sent = self.bytes_received = 0
+        self.tensor_part_container.return_deltas = False  # a failed reducer's slice keeps our own values
+        _retire(self.tensor_part_reducer)
+        container, index = self.tensor_part_container, self.ordered_peer_ids.index(self.peer_id)
+        self.tensor_part_reducer = HeldPartReducer(
+            shapes=[part.shape for part in self.parts_for_local_averaging],
+            infos=[info for _, info in container._input_parts_by_peer[index]],
+            num_senders=len(self.sender_peer_ids),
+            reduce=reduce,
+            codec=compression,
+        )
+
+    @property
+    def received(self) -> float:
+        """Share of the values for which a reducer's answer arrived, 0 to 1."""
+        container = self.tensor_part_container
+        return 1.0 - container.failed_size / max(1, container.total_size)
+
+    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
+        if peer_id == self.peer_id:
+            await self._reduce_own_parts()
+            return
+        peer_index = self.ordered_peer_ids.index(peer_id)
+        try:
+            done_sending = asyncio.Event()
+            inputs = attach_event_on_finished(self._count_sent(self._generate_input_for_peer(peer_index)), done_sending)
+            stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(inputs)
+            if self.should_delay_results(self.peer_id):
+                await done_sending.wait()
+            await self._receive_averages(peer_id, peer_index, stream)
+        except BaseException:
+            self.failed_reducers.append(peer_id)
+            self.tensor_part_container.register_failed_reducer(peer_index)
+            raise
+
+    async def _reduce_own_parts(self) -> None:
+        peer_index, sender = self.ordered_peer_ids.index(self.peer_id), self.sender_peer_ids.index(self.peer_id)
+        for part_index, part in enumerate(self.parts_for_local_averaging):
+            # our own numbers get no more trust than a stranger's: one NaN of ours would be everybody's
+            reason = reason_to_refuse(part, part.shape, self.weight, None, self.max_weight)
+            if reason:
+                self.refused[self.peer_id] = reason
+                await self._ban_sender(self.peer_id)
+                average, _ = await asyncio.shield(self.tensor_part_reducer._answers[part_index])
+            elif self.peer_id in self.banned_senders:
+                average, _ = await asyncio.shield(self.tensor_part_reducer._answers[part_index])
+            else:
+                counted = None if self.peer_id in self.out_of_step else part
+                average, _ = await self.tensor_part_reducer.accumulate_part(sender, part_index, counted, self.weight)
+            self.tensor_part_container.register_processed_part(peer_index, part_index, average)
+
+    async def _receive_averages(self, peer_id: PeerID, peer_index: int, stream: AsyncIterator) -> None:
+        shapes = [part.shape for part, _ in self.tensor_part_container._input_parts_by_peer[peer_index]]
+        part_index = 0
+
+        def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
+            if message.code != averaging_pb2.AVERAGED_PART:
+                raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
+            self.bytes_received += len(message.tensor_part.buffer)
+            return deserialize_torch_tensor(message.tensor_part)
+
+        async for average in amap_in_executor(
+            decode,
+            aiter_with_timeout(stream, self.reducer_timeout),
+            max_prefetch=self.tensor_part_container.prefetch,
+        ):
+            if part_index >= len(shapes) or average.shape != shapes[part_index]:
+                raise AllreduceException(f"{peer_id} answered with parts that nobody sent")
+            if not torch.isfinite(average).all():
+                raise AllreduceException(f"{peer_id} answered with values that are not finite")
+            self.tensor_part_container.register_processed_part(peer_index, part_index, average)
+            part_index += 1
+        if part_index != len(shapes):
+            raise AllreduceException(f"{peer_id} answered {part_index} parts of {len(shapes)}")
+
+    async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
+        async for message in messages:
+            self.bytes_sent += len(message.tensor_part.buffer)
+            yield message
+
+    async def _accumulate_parts_streaming(self, stream: AsyncIterator, sender_index: int) -> AsyncIterator:
+        sender, reducer = self.sender_peer_ids[sender_index], self.tensor_part_reducer
+        part_index, first_weight = 0, None
+        try:
+            async for part, weight, num_bytes in amap_in_executor(
+                lambda msg: (deserialize_torch_tensor(msg.tensor_part), msg.weight, len(msg.tensor_part.buffer)),
+                stream,
+                max_prefetch=self.tensor_part_container.prefetch,
+            ):
+                self.bytes_received += num_bytes
+                if part_index >= reducer.num_parts:
+                    raise RefusedPart("more parts than the slice has")
+                reason = reason_to_refuse(part, reducer.shapes[part_index], weight, first_weight, self.max_weight)
+                if reason:
+                    self.refused[sender] = reason
+                    raise RefusedPart(reason)
+                first_weight = weight
+                counted = None if sender in self.out_of_step else part
+                _, message = await reducer.accumulate_part(sender_index, part_index, counted, weight)
+                part_index += 1
+                self.bytes_sent += len(message.buffer)
+                yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=message)
+        except BannedException:
+            pass  # given up while it was sending; nothing of it is awaited any more
+        finally:
+            if part_index != reducer.num_parts:
+                await self._ban_sender(sender)
+
+
+def _retire(reducer) -> None:
+    """hivemind's reducer, made in the parent's constructor and not used, must not warn when it is collected."""
+    reducer.num_parts = 0
+    reducer.finalize()

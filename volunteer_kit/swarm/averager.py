@@ -1,0 +1,255 @@
+"""The one averager, under both gradients and state: admission, reduction rule, codec, and a report of each round."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
+
+import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AllreduceException, AveragingMode
+from hivemind.averaging.control import StepControl
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.load_balancing import load_balance_peers
+from hivemind.averaging.matchmaking import MatchmakingException
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils.asyncio import enter_asynchronously
+from hivemind.utils.logging import get_logger
+
+from volunteer_kit.robust.mean import weighted_mean
+from volunteer_kit.swarm.admission import Doorkeeper, IsAdmitted, admit_everybody
+from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
+
+logger = get_logger(__name__)
+MAX_GROUP_SIZE = 1024
+MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 100 bytes
+
+
+@dataclass
+class Round:
+    """How one round of averaging went, as this member saw it.
+
+    `received` is the share of values for which an answer arrived; below 1 this member no longer equals the others.
+    `in_agreement`: all members held the same bytes already, nothing had to be sent.
+    """
+
+    group: tuple[PeerID, ...] = ()
+    gathered: dict[PeerID, Any] = field(default_factory=dict)
+    round_epoch: int | None = None  # the epoch most members are at; others' parts do not enter
+    received: float = 1.0
+    refused: dict[str, str] = field(default_factory=dict)  # peer id -> why its part did not enter the average
+    failed_reducers: tuple[str, ...] = ()
+    in_agreement: bool = False
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @property
+    def complete(self) -> bool:
+        return self.received >= 1.0
+
+    def values(self):
+        return self.gathered.values()
+
+
+def epoch_of(told: Any) -> int | None:
+    """The epoch in what a member told its group: `epoch` or [epoch, digest]; None for anything else."""
+    epoch = told[0] if isinstance(told, (list, tuple)) and told else told
+    return epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else None
+
+
+def common_epoch(told: Iterable[Any]) -> int | None:
+    """The epoch that most members are at, the later one in a tie; None if nobody says.
+
+    hivemind forms groups without asking: a peer one epoch behind would average gradients of an old model for ever.
+    """
+    epochs = Counter(epoch for epoch in map(epoch_of, told) if epoch is not None)
+    return max(epochs, key=lambda epoch: (epochs[epoch], epoch)) if epochs else None
+
+
+def out_of_step(gathered: dict[PeerID, Any], round_epoch: int | None) -> dict[PeerID, str]:
+    """Members whose parts belong to another epoch -> why they are left out."""
+    return {
+        peer: f"at epoch {epoch_of(told)}, the others at {round_epoch}"
+        for peer, told in gathered.items()
+        if round_epoch is not None and epoch_of(told) not in (None, round_epoch)
+    }
+
+
+class SwarmAverager(DecentralizedAverager):
+    """hivemind's averager with admission on every call, checked parts, a rule of choice and equal answers.
+
+    :param is_admitted: may this peer take part? Asked on incoming and outgoing calls, in the averager's process
+    :param reduce: the reduction rule, parts and weights -> one part
+    :param max_weight: the largest weight that anyone can have earned in one round; more is refused as a lie
+    """
+
+    doorkeeper = Doorkeeper()  # of this process: run() sets the real one in the averager's own
+
+    def __init__(
+        self,
+        *args,
+        is_admitted: IsAdmitted = admit_everybody,
+        reduce: Reduce = weighted_mean,
+        max_weight: float = float("inf"),
+        start: bool,
+        **kwargs,
+    ):
+        self._is_admitted, self._reduce, self._max_weight = is_admitted, reduce, max_weight
+        super().__init__(*args, start=False, **kwargs)
+        # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
+        patience = self.matchmaking_kwargs["min_matchmaking_time"]
+        self.matchmaking_kwargs["request_timeout"] = min(self.matchmaking_kwargs["request_timeout"], 0.8 * patience)
+        if start:
+            self.run_in_background(await_ready=True)
+
+    def run(self) -> None:
+        torch.set_num_threads(1)  # the training process needs the cores more; parts are small
+        SwarmAverager.doorkeeper = Doorkeeper(self._is_admitted)  # a process of our own: nobody shares the class
+        super().run()
+
+    # --- admission: what others call here, and whom we call ---
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        self.doorkeeper.check(context.remote_id, "join_group")
+        if len(request.gather) > MAX_GATHERED_BYTES:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_join_group(request, context):
+            yield message
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        self.doorkeeper.check(context.remote_id, "aggregate_part")
+        async for message in super().rpc_aggregate_part(stream, context):
+            yield message
+
+    @classmethod
+    def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None):
+        SwarmAverager.doorkeeper.check(peer, "outgoing")
+        return super().get_stub(p2p, peer, namespace=namespace)
+
+    # --- one round ---
+
+    def is_in_agreement(self, gathered: dict[PeerID, Any]) -> bool:
+        """Do all members hold the same bytes, so that nothing has to be exchanged? Gradients never do."""
+        return False
+
+    async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **kwargs) -> Round:
+        started = time.perf_counter()
+        try:
+            modes, bandwidths, gathered = self._read_group(group_info)
+            outcome = Round(group_info.peer_ids, gathered, common_epoch(gathered.values()))
+            if self.is_in_agreement(gathered):
+                outcome.in_agreement = True
+                self._running_groups[group_info.group_id].cancel()  # nobody will send anything
+            else:
+                fractions = await asyncio.get_running_loop().run_in_executor(
+                    None, load_balance_peers, self.total_size, bandwidths, min_vector_size
+                )
+                async with enter_asynchronously(self.get_tensors()) as tensors:
+                    await self._run_allreduce_inplace_(
+                        tensors, group_info, peer_fractions=fractions, modes=modes, outcome=outcome, **kwargs
+                    )
+            outcome.seconds = time.perf_counter() - started
+            return outcome
+        except Exception as e:
+            logger.debug("averaging failed", exc_info=True)
+            raise MatchmakingException(f"Unable to run All-Reduce: {e!r}") from e
+
+    def _read_group(self, group_info: GroupInfo) -> tuple[tuple[AveragingMode, ...], list[float | None], dict]:
+        """What the leader says of the group, checked: a leader is a stranger too."""
+        size = len(group_info.peer_ids)
+        if not 1 < size <= MAX_GROUP_SIZE or len(set(group_info.peer_ids)) < size:
+            raise AllreduceException(f"a group of {size} peers, or with a peer named twice")
+        modes, bandwidths, gathered = [], [], {}
+        for peer_id, data in zip(group_info.peer_ids, group_info.gathered, strict=True):
+            if peer_id != self.peer_id:
+                self.doorkeeper.check(peer_id, "group")
+            if len(data) > MAX_GATHERED_BYTES:
+                raise AllreduceException(f"{peer_id} told its group {len(data)} bytes")
+            bandwidth, mode, user_data = self.serializer.loads(data)
+            modes.append(AveragingMode(mode))
+            bandwidths.append(0.0 if modes[-1] == AveragingMode.CLIENT else bandwidth)
+            gathered[peer_id] = self.serializer.loads(user_data)
+        return tuple(modes), bandwidths, gathered
+
+    async def _run_allreduce_inplace_(
+        self, tensors, group_info: GroupInfo, group_id: bytes | None = None, *, outcome: Round, **kwargs
+    ) -> None:
+        """Average with the group. The tensors change together at the end, or not at all."""
+        group_id = group_info.group_id if group_id is None else group_id
+        runner = SwarmAllReduce(
+            p2p=self._p2p,
+            servicer_type=type(self),
+            prefix=self.prefix,
+            tensors=tensors,
+            group_id=group_id,
+            ordered_peer_ids=group_info.peer_ids,
+            reduce=self._reduce,
+            max_weight=self._max_weight,
+            out_of_step=out_of_step(outcome.gathered, outcome.round_epoch),
+            **kwargs,
+        )
+        self._running_groups[group_id].set_result(runner)
+        averages = [average async for average in runner]
+        if self.mode != AveragingMode.AUX:
+            for tensor, average in zip(tensors, averages, strict=True):
+                tensor.copy_(average)
+        outcome.received = runner.received
+        outcome.refused = {str(peer): why for peer, why in runner.refused.items()}
+        outcome.failed_reducers = tuple(map(str, runner.failed_reducers))
+        outcome.bytes_sent, outcome.bytes_received = runner.bytes_sent, runner.bytes_received
+
+
+class SwarmGradientAverager(SwarmAverager, GradientAverager):
+    """Accumulates this peer's gradients and averages them with others', weighted by samples.
+
+    A microbatch counts by its true size, whatever it was before (after an out-of-memory error it shrinks), and one
+    that is not finite loses itself only, not what was accumulated before.
+    """
+
+    microbatches_lost: int = 0  # not finite, left out
+    epoch: int | None = None  # what the group is told; the optimizer sets it
+
+    def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
+        return super().schedule_step(scheduled_time, gather=self.epoch, **kwargs)
+
+    @torch.no_grad()
+    def accumulate_grads_(self, batch_size: int, grad_scale: float = 1.0) -> bool:
+        """Add the parameters' .grad, the mean over `batch_size` samples times `grad_scale`. False: not finite."""
+        grads = list(self._grads_from_parameters())
+        norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(grads)])
+        if not torch.isfinite(norms).all():
+            self.microbatches_lost += 1
+            return False
+        accumulators = list(self._grad_accumulators())
+        if accumulators[0].device != grads[0].device:
+            grads = [grad.to(accumulators[0].device) for grad in grads]
+        torch._foreach_add_(accumulators, grads, alpha=batch_size / grad_scale)
+        self.local_samples_accumulated += batch_size
+        self.local_times_accumulated += 1
+        return True
+
+    @torch.no_grad()
+    def load_accumulators_into_averager_(self) -> None:
+        """Mean gradient over the samples accumulated -> the buffers that are averaged."""
+        samples = max(1, self.local_samples_accumulated)
+        with self.get_tensors() as averaged_grads:
+            for accumulator, averaged in zip(self._grad_accumulators(), averaged_grads, strict=True):
+                averaged.copy_(accumulator).div_(samples)
+
+    def load_state_from_peers(self, **kwargs) -> None:
+        """Nothing: gradients are nobody's state, though hivemind would download them (500 MB for 125.9 M)."""

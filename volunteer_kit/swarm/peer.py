@@ -1,0 +1,274 @@
+"""This machine as a peer: libp2p daemon, DHT node, identity; started patiently, failing in plain words."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import resource
+import socket
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from hivemind.dht import DHT
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.multiaddr import Multiaddr
+
+from volunteer_kit.swarm.codec import install_codecs
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.records import load_private_key
+
+OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
+
+
+@dataclass(frozen=True)
+class PeerConfig:
+    """How this machine meets the others.
+
+    :param initial_peers: multiaddrs of peers that are up; empty starts a new swarm
+    :param host_maddrs: where to listen; port 0 is any free one. The default listens on every interface, TCP
+    :param announce_maddrs: addresses that others should dial, when the machine's own are not reachable (NAT with a
+        forwarded port): they are announced while host_maddrs listens
+    :param identity_path: file with this peer's key, made if missing; the same file gives the same peer id
+    :param client_mode: True: only dial out. None: decide from the machine's addresses
+    :param startup_timeout: s; p2pd alone needs more than 15 s on a busy Colab VM
+    """
+
+    initial_peers: list[str] = field(default_factory=list)
+    host_maddrs: list[str] = field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
+    announce_maddrs: list[str] = field(default_factory=list)
+    identity_path: str | None = None
+    client_mode: bool | None = None
+    startup_timeout: float = 90.0
+
+
+@dataclass
+class Peer:
+    """A running peer. `why_client_mode` says in words why others can or cannot call us."""
+
+    dht: DHT
+    client_mode: bool
+    why_client_mode: str
+    _scratch: tempfile.TemporaryDirectory | None = None
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self.dht.peer_id
+
+    def visible_maddrs(self) -> list[str]:
+        """Addresses to give to others as initial_peers; empty in client mode."""
+        return [] if self.client_mode else [str(maddr) for maddr in self.dht.get_visible_maddrs(latest=True)]
+
+    def shutdown(self) -> None:
+        """Leave the DHT and end its processes."""
+        if self.dht.is_alive():
+            self.dht.shutdown()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+
+def start_peer(config: PeerConfig, authorizer=None) -> Peer:
+    """Start p2pd and a DHT node. Must run in the main thread. Raises SwarmError (dead_peers, port_taken, clock,
+    identity_taken, bad_address, startup) within startup_timeout plus a few seconds.
+
+    :param authorizer: a hivemind AuthorizerBase for the DHT's calls
+    """
+    _check_addresses(config)
+    raise_file_limit()
+    install_codecs()
+    client_mode, why = decide_client_mode(config)
+    scratch = None
+    identity_path = config.identity_path
+    if identity_path is None:
+        scratch = tempfile.TemporaryDirectory(prefix="volunteer-kit-")
+        identity_path = os.path.join(scratch.name, "identity.key")
+    try:
+        _load_identity(identity_path)
+        dht = _start_dht(config, identity_path, client_mode, authorizer)
+    except BaseException:
+        if scratch is not None:
+            scratch.cleanup()
+        raise
+    return Peer(dht, client_mode, why, scratch)
+
+
+def _load_identity(identity_path: str) -> None:
+    """Make the identity if it is missing, and sign DHT records with its key: a record's owner is then a peer id."""
+    path = Path(identity_path)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        P2P.generate_identity(str(path))
+    try:
+        RSAPrivateKey._process_wide_key = load_private_key(path.read_bytes())
+    except Exception as e:
+        raise SwarmError(
+            f"The identity file {identity_path} cannot be read ({e!r}).\n"
+            f"1. If you have a backup of it, put it back: it keeps this machine's peer id.\n"
+            f"2. Otherwise remove it, and a new one is made: rm {identity_path}",
+            kind="identity",
+        ) from e
+
+
+def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, authorizer) -> DHT:
+    dht = _TidyDHT(
+        initial_peers=config.initial_peers or None,
+        host_maddrs=config.host_maddrs,
+        announce_maddrs=config.announce_maddrs or None,
+        identity_path=identity_path,
+        client_mode=client_mode,
+        startup_timeout=config.startup_timeout,
+        wait_timeout=5.0,  # s for one DHT call; home links and two busy cores answer slower than 3 s at times
+        authorizer=authorizer,
+        start=False,
+    )
+    dht.run_in_background(await_ready=False)
+    try:
+        dht.wait_until_ready(timeout=config.startup_timeout + 15.0)
+    except BaseException as e:
+        _end(dht)
+        if not isinstance(e, Exception):
+            raise
+        raise explain_startup_failure(repr(e), config) from e
+    return dht
+
+
+class _TidyDHT(DHT):
+    """A DHT whose process leaves no p2pd behind: hivemind's does when it fails between p2pd's start and its own."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            for child in psutil.Process().children():
+                child.terminate()
+
+
+def _end(dht: DHT) -> None:
+    dht.join(3)  # s; it ends by itself. Killed while it tells us why, it would keep a lock that all later DHTs need
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(dht.pid).children(recursive=True) if dht.is_alive() else []
+        dht.terminate()
+        dht.join(5)
+        for child in children:
+            child.kill()
+
+
+def explain_startup_failure(cause: str, config: PeerConfig) -> SwarmError:
+    """hivemind's and p2pd's words -> what happened and what to do."""
+    text = cause.lower()
+    peers = ", ".join(config.initial_peers) or "none"
+    if "local time must be within" in text:
+        return SwarmError(
+            "This machine's clock differs from the swarm's by more than 3 seconds: its records would be refused.\n"
+            "1. Set the clock from the network: sudo timedatectl set-ntp true (Linux), or restart the notebook's VM.\n"
+            f"2. Join again.\n(What was measured: {cause[:200]})",
+            kind="clock",
+        )
+    if "already taken by another peer" in text:
+        return SwarmError(
+            f"The identity in {config.identity_path} is in use by another running peer.\n"
+            "1. Stop the other one, or\n2. give this one a file of its own: --identity-path ./other.key",
+            kind="identity_taken",
+        )
+    if "cannot assign requested address" in text:
+        return SwarmError(
+            f"{', '.join(config.host_maddrs)} is not an address of this machine.\n"
+            "1. Listen on all: --host-maddrs /ip4/0.0.0.0/tcp/PORT\n"
+            "2. and tell others the public one: --announce-maddrs /ip4/YOUR.PUBLIC.IP/tcp/PORT",
+            kind="bad_address",
+        )
+    if "bind: permission denied" in text:
+        return SwarmError(
+            f"This user may not listen on {', '.join(config.host_maddrs)}.\n"
+            "1. Choose a port above 1023, or 0 for any free one: --host-maddrs /ip4/0.0.0.0/tcp/0",
+            kind="bad_address",
+        )
+    if "address already in use" in text or "failed to listen on any addresses" in text:
+        return SwarmError(
+            f"The port in {', '.join(config.host_maddrs)} is taken by another program.\n"
+            "1. See which one: ss -ltnp\n"
+            "2. Choose another port, or 0 for any free one: --host-maddrs /ip4/0.0.0.0/tcp/0",
+            kind="port_taken",
+        )
+    unanswered = ("bootstrap", "failed to connect", "none of the initial_peers", "daemon failed", "timeout")
+    if config.initial_peers and any(word in text for word in unanswered):
+        return SwarmError(
+            f"None of the run's first peers answered: {peers}.\n"
+            "1. Check that this machine is online.\n"
+            "2. The run may be over or its host down: ask the host for fresh addresses.\n"
+            "3. Behind a firewall that blocks outgoing ports, try another network.",
+            kind="dead_peers",
+        )
+    return SwarmError(
+        f"The peer did not start: {cause[:300]}\n"
+        "1. Try again: a busy machine can need longer (startup_timeout).\n"
+        "2. If it happens again, report these lines.",
+        kind="startup",
+    )
+
+
+def _check_addresses(config: PeerConfig) -> None:
+    for name in ("initial_peers", "host_maddrs", "announce_maddrs"):
+        for address in getattr(config, name):
+            try:
+                parsed = str(Multiaddr(address))
+            except Exception as e:
+                raise SwarmError(
+                    f"{name}: {address!r} is no address. It should look like "
+                    "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... (initial_peers) or /ip4/0.0.0.0/tcp/31337.",
+                    kind="bad_address",
+                ) from e
+            if name == "initial_peers" and "/p2p/" not in parsed:
+                raise SwarmError(
+                    f"initial_peers: {address!r} lacks the peer's id. Ask the host for the whole address, ending in "
+                    "/p2p/ and the id.",
+                    kind="bad_address",
+                )
+
+
+def decide_client_mode(config: PeerConfig) -> tuple[bool, str]:
+    """Should this peer only dial out? -> (client_mode, why in words).
+
+    A peer that others cannot reach must not offer to reduce for them: each would wait for it in vain.
+    """
+    if config.client_mode is not None:
+        return config.client_mode, "as asked"
+    if config.announce_maddrs:
+        return False, "others are told to dial " + ", ".join(config.announce_maddrs)
+    if not config.initial_peers:
+        return False, "the first peer of a swarm must be reachable"
+    if not any(_is_public_address(_host_of(maddr)) for maddr in config.initial_peers):
+        return False, "the swarm is on this machine or its local network"
+    if any(_is_public_address(a.address) for addresses in psutil.net_if_addrs().values() for a in addresses):
+        return False, "this machine has a public address"
+    return True, "this machine is behind a router: it calls others, they cannot call it"
+
+
+def _host_of(maddr: str) -> str:
+    parts = maddr.split("/")
+    return parts[2] if len(parts) > 2 else ""
+
+
+def _is_public_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.split("%")[0]).is_global
+    except ValueError:
+        return bool(host) and "." in host and ":" not in host  # a DNS name
+
+
+def raise_file_limit() -> None:
+    """Lift the soft limit of open files as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def free_port() -> int:
+    """A TCP port that is free now on loopback."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

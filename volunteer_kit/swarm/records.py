@@ -1,0 +1,213 @@
+"""What peers write about themselves into the DHT: signed, typed, bounded; and what of it is believed.
+
+A record is signed with the peer's libp2p key, so its owner is the very peer id that averaging authenticates. Records
+that do not fit the schema are refused by every DHT node that stores them; numbers that fit but cannot be true (a speed
+no device has, an epoch that time does not allow) are dropped when they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import multihash
+from cryptography.hazmat.primitives import serialization
+from hivemind.dht import DHT
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
+from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.logging import get_logger
+from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr
+
+logger = get_logger(__name__)
+MAX_PEERS = 10_000
+MAX_EPOCH = 2**31
+
+
+# --- keys ---
+
+
+def load_private_key(identity: bytes) -> RSAPrivateKey:
+    """The libp2p identity file's key, as the key that signs records."""
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    der = crypto_pb2.PrivateKey.FromString(identity).data
+    key._private_key = serialization.load_der_private_key(der, password=None)
+    return key
+
+
+@lru_cache(maxsize=MAX_PEERS)
+def peer_id_of_owner(subkey: bytes) -> PeerID | None:
+    """A signed record's subkey "[owner:ssh-rsa ...]" -> the libp2p peer id of that key; None for anything else.
+
+    Source: libp2p peer id specification (sha2-256 multihash of the protobuf-encoded public key).
+    """
+    match = RSASignatureValidator._PUBLIC_KEY_RE.findall(subkey)
+    try:
+        key = serialization.load_ssh_public_key(match[0])
+        der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    except (IndexError, ValueError):
+        return None
+    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    return PeerID(multihash.encode(hashlib.sha256(encoded).digest(), multihash.coerce_code("sha2-256")))
+
+
+# --- who is here ---
+
+
+class PeerRecord(BaseModel):
+    """One volunteer, as the others see it. At most a few hundred bytes."""
+
+    peer_id: bytes
+    fingerprint: constr(strict=True, min_length=8, max_length=64)  # of the settings that must be equal to average
+    name: constr(strict=True, max_length=64)
+    device: constr(strict=True, max_length=64)
+    epoch: conint(strict=True, ge=0, lt=MAX_EPOCH)
+    total_samples: conint(strict=True, ge=0, lt=2**53)  # in applied steps, by its own account
+    samples_per_second: confloat(strict=True, ge=0.0, lt=1e9)
+    loss: confloat(strict=True, ge=0.0, lt=1e9) | None
+    client_mode: StrictBool
+
+
+class PeersSchema(BaseModel):
+    peers: dict[BytesWithPublicKey, PeerRecord | None]
+
+
+def peers_key(run_id: str) -> str:
+    return f"{run_id}_peers"
+
+
+class PeerBoard:
+    """Publishes this peer's record under the run's name and reads the others'.
+
+    :param lifetime: s that a record stays without renewal; peers that vanish are forgotten after it
+    """
+
+    def __init__(self, dht: DHT, run_id: str, lifetime: float = 60.0):
+        self.dht, self.run_id, self.lifetime = dht, run_id, lifetime
+        signer = RSASignatureValidator()
+        self._own_subkey = signer.local_public_key
+        dht.add_validators([SchemaValidator(PeersSchema, prefix=run_id), signer])
+
+    def publish(self, record: PeerRecord | None) -> None:
+        """Store our record (None: we have left) without waiting for the DHT."""
+        self.dht.store(
+            peers_key(self.run_id),
+            subkey=self._own_subkey,
+            value=None if record is None else record.dict(),
+            expiration_time=get_dht_time() + self.lifetime,
+            return_future=True,
+        )
+
+    def fetch(self) -> dict[PeerID, PeerRecord]:
+        """Records of the run's peers, ourselves included; those that claim another's peer id are dropped."""
+        found = self.dht.get(peers_key(self.run_id), latest=True)
+        records = {}
+        for subkey, value in (found.value if found and isinstance(found.value, dict) else {}).items():
+            record = parse_record(PeerRecord, subkey, value)
+            if record is not None and len(records) < MAX_PEERS:
+                records[PeerID(record.peer_id)] = record
+        return records
+
+
+def parse_record(schema: type[BaseModel], subkey: Any, value: Any) -> Any | None:
+    """A DHT entry -> a record of the peer that signed it, or None."""
+    if not isinstance(value, ValueWithExpiration) or value.value is None or not isinstance(subkey, bytes):
+        return None
+    try:
+        record = schema.parse_obj(value.value)
+    except ValueError:
+        return None
+    owner = peer_id_of_owner(subkey)
+    return record if owner is not None and owner.to_bytes() == record.peer_id else None
+
+
+# --- progress: what decides when the swarm steps ---
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run's devices and time allow one peer to claim.
+
+    :param max_samples_per_second: of one peer; a generous bound of the fastest machine anybody may bring
+    :param target_batch_size: samples of an epoch; nobody can have accumulated many times of it
+    :param min_epoch_seconds: the swarm cannot do epochs faster than this
+    """
+
+    target_batch_size: int
+    max_samples_per_second: float = 10_000.0
+    min_epoch_seconds: float = 0.2
+
+
+def is_plausible(claim: LocalTrainingProgress, limits: Limits, now: float, lifetime: float) -> bool:
+    """Could this progress be true, whatever the others say?"""
+    return (
+        math.isfinite(claim.time)
+        and now - 2 * lifetime <= claim.time <= now + 5.0  # s; hivemind lets clocks differ by 3
+        and math.isfinite(claim.samples_per_second)
+        and claim.samples_per_second <= limits.max_samples_per_second
+        and claim.samples_accumulated <= 4 * limits.target_batch_size
+        and claim.epoch < MAX_EPOCH
+    )
+
+
+def believed_epoch(epochs: Iterable[int], own_epoch: int, max_advance: int) -> int:
+    """The swarm's epoch from what peers claim: the highest that time allows or another peer confirms.
+
+    One peer that claims a million would otherwise be everybody's `global_epoch`, and nobody would average again.
+
+    :param epochs: claims of the other peers, each plausible by itself
+    :param own_epoch: where we are
+    :param max_advance: epochs that can have passed since we last knew
+    """
+    epochs = sorted(epochs, reverse=True)
+    for i, epoch in enumerate(epochs):
+        confirmed = any(epoch - other <= 1 for other in epochs[i + 1 :])
+        only_witness = len(epochs) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
+        if epoch <= own_epoch + max_advance or confirmed or only_witness:
+            return max(own_epoch, epoch)
+    return own_epoch
+
+
+class SwarmProgressTracker(ProgressTracker):
+    """hivemind's tracker, believing only what can be true. `claims_dropped` counts the rest.
+
+    :param limits: bounds of one peer's claims
+    """
+
+    def __init__(self, dht: DHT, prefix: str, target_batch_size: int, *, limits: Limits, **kwargs):
+        self.limits, self.claims_dropped = limits, 0
+        self._last_known = (0, time.monotonic())  # epoch we last believed, and when
+        super().__init__(dht, prefix, target_batch_size, **kwargs)
+
+    def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
+        if not isinstance(metadata, dict):
+            return super()._parse_swarm_progress_data(None)
+        now, kept, own_id = get_dht_time(), {}, self.dht.peer_id.to_bytes()
+        for subkey, value in metadata.items():
+            claim = parse_record(LocalTrainingProgress, subkey, value)
+            if claim is not None and is_plausible(claim, self.limits, now, self.metadata_expiration):
+                kept[subkey] = (claim, value.expiration_time)
+            elif isinstance(value, ValueWithExpiration) and value.value is not None:
+                self.claims_dropped += 1
+        epoch, since = self._last_known
+        own_epoch = max(epoch, self.local_progress.epoch)
+        max_advance = 2 + int((time.monotonic() - since) / self.limits.min_epoch_seconds)
+        others = [c.epoch for c, _ in kept.values() if c.peer_id != own_id and not c.client_mode]
+        believed = believed_epoch(others, own_epoch, max_advance)
+        self._last_known = (believed, time.monotonic())
+        self.claims_dropped += sum(c.epoch > believed for c, _ in kept.values())
+        trusted = {
+            subkey: ValueWithExpiration(claim.dict(), expiration)
+            for subkey, (claim, expiration) in kept.items()
+            if claim.epoch <= believed
+        }
+        return super()._parse_swarm_progress_data(trusted)

@@ -1,0 +1,91 @@
+"""What the worker process and its supervisor say to each other, one JSON object a line.
+
+The supervisor writes a WorkerSpec as the first line of the worker's stdin and commands after it; the worker writes
+events to stdout. When stdin ends, the parent is gone and the worker leaves the swarm by itself, so that a killed
+notebook kernel leaves no training process behind. Secrets travel here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class WorkerSpec(BaseModel):
+    """All that one worker process needs: the run (what peers share) and this machine's own choices."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: dict[str, Any]  # a RunConfig, dumped; the worker validates it again
+    name: str = "volunteer"  # what other people see beside this peer's numbers, 64 characters at most
+    initial_peers: list[str] = []  # multiaddrs; empty: the first peer of a new swarm
+    host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
+    announce_maddrs: list[str] = []
+    identity_path: str | None = None  # a file: the same peer id after a restart
+    client_mode: bool | None = None  # None: find out whether others can reach this machine
+    checkpoint_dir: str | None = None
+    resume: bool = True  # start from the newest good checkpoint in checkpoint_dir, if there is one
+    batch_size: int | None = None  # microbatch; None: the device plan's
+    threads: int | None = None  # CPU threads for torch; None: the device plan's
+    peer_seed: int = 0  # decorrelates what peers read; a random number per volunteer is right
+    startup_timeout: float = 90.0  # s; p2pd alone needs more than 15 s on a busy Colab VM
+
+
+class FinishAt(BaseModel):
+    """Train until `epoch` is reached, save, then keep sharing state until told to leave."""
+
+    command: Literal["finish_at"] = "finish_at"
+    epoch: int
+
+
+class Leave(BaseModel):
+    """Save, say goodbye to peers, stop."""
+
+    command: Literal["leave"] = "leave"
+
+
+Command = Annotated[FinishAt | Leave, Field(discriminator="command")]
+_commands: TypeAdapter[FinishAt | Leave] = TypeAdapter(Command)
+
+
+def parse_command(line: str | bytes) -> FinishAt | Leave:
+    """One line of stdin -> a command. Raises pydantic.ValidationError for anything else."""
+    return _commands.validate_json(line)
+
+
+# event -> the fields it carries beside "event" and "time" (s since the Unix epoch)
+EVENTS: dict[str, tuple[str, ...]] = {
+    "starting": ("pid", "name"),
+    "device": ("device", "batch_size", "precision", "threads", "why"),
+    "connected": ("peer_id", "maddrs", "client_mode"),
+    "state_loaded": ("epoch", "source"),  # source: "peers" | "checkpoint" | "new"
+    "step": ("epoch", "samples", "samples_per_second", "loss", "num_peers", "swarm_samples", "target_batch_size"),
+    # one an applied global step: `samples` of this peer entered it; `loss` is their mean; `received`: 1.0 = all parts
+    "epoch": ("epoch", "samples", "total_samples", "loss", "group_size", "received", "seconds", "sent_bytes"),
+    "skipped": ("counts",),  # records of the stream left out, by cause; cumulative
+    "warning": ("kind", "message"),
+    "error": ("kind", "message"),  # in plain words; the process ends with exit code 2 and must not be restarted as is
+    "checkpoint": ("path", "epoch"),
+    "finished": ("epoch", "path", "total_samples"),  # after finish_at: saved, still sharing its state
+    "left": ("total_samples", "epochs"),
+}
+
+
+def dump_event(event: str, **fields: Any) -> str:
+    """One line for stdout. Raises KeyError for an unknown event, ValueError for a missing field."""
+    missing = set(EVENTS[event]) - fields.keys()
+    if missing:
+        raise ValueError(f"event {event!r} lacks {sorted(missing)}")
+    return json.dumps({"event": event, "time": round(time.time(), 3), **fields}, allow_nan=False, default=str)
+
+
+def parse_event(line: str) -> dict[str, Any] | None:
+    """One line of the worker's stdout -> event, or None for a line that is no event (a library's print)."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and event.get("event") in EVENTS else None

@@ -1,0 +1,154 @@
+"""The loop: forward, loss, backward, step; together with strangers.
+
+What happens around a step (backup, checkpoints, what is shown) are callbacks, called in the order given.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
+
+
+class Batch(Protocol):
+    """A microbatch: a row of `text` (B, T) is a sample."""
+
+    text: torch.Tensor
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16: halve after gradients that are not finite, double after many that are.
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+    """
+
+    value: float = 1.0
+    growth_interval: int = 1000  # finite microbatches between doublings
+    dynamic: bool = False
+    _finite_in_a_row: int = field(default=0, repr=False)
+
+    def update(self, finite: bool) -> None:
+        if not self.dynamic:
+            return
+        self._finite_in_a_row = self._finite_in_a_row + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self._finite_in_a_row % self.growth_interval == 0:
+            self.value = min(2.0**24, self.value * 2)
+
+
+@dataclass
+class EpochMean:
+    """Mean loss over the samples since the last global step."""
+
+    total: float = 0.0
+    samples: int = 0
+
+    def add(self, loss: float, samples: int) -> None:
+        self.total, self.samples = self.total + loss * samples, self.samples + samples
+
+    def take(self) -> float | None:
+        mean = self.total / self.samples if self.samples else None
+        self.total, self.samples = 0.0, 0
+        return mean
+
+
+class Callback:
+    """What may happen around a step. `on_epoch` follows each global step, with its report and this peer's mean loss."""
+
+    def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None: ...
+
+    def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None: ...
+
+
+class Trainer:
+    """Trains `model` in the swarm that `optimizer` belongs to.
+
+    :param next_batch: microbatch size -> batch (on the CPU)
+    :param compute_loss: (model, batch) -> scalar mean loss over the batch; moves the batch to the model's device
+    :param batch_size: samples a microbatch; halved for good when memory runs out
+    :param precision: "fp32", "bf16" or "fp16" (with loss scaling), the plan's
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: SwarmOptimizer,
+        next_batch: Callable[[int], Batch],
+        compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+        *,
+        batch_size: int,
+        precision: str = "fp32",
+        callbacks: Sequence[Callback] = (),
+    ):
+        self.model, self.optimizer = model, optimizer
+        self.next_batch, self.compute_loss = next_batch, compute_loss
+        self.batch_size, self.precision, self.callbacks = batch_size, precision, tuple(callbacks)
+        self.loss_scale = LossScale(value=2.0**15, dynamic=True) if precision == "fp16" else LossScale()
+        self.epoch_loss = EpochMean()
+        self.samples_per_second = 0.0
+        self.microbatches_lost = 0  # not finite, or cut short by running out of memory
+
+    @property
+    def epoch(self) -> int:
+        return self.optimizer.local_epoch
+
+    def train(self, should_stop: Callable[[], bool]) -> None:
+        """Train until `should_stop()`, asked between microbatches. Raises whatever the stream raises."""
+        for batch in self._batches(should_stop):
+            started, samples = time.perf_counter(), batch.text.shape[0]
+            self.optimizer.zero_grad()
+            try:
+                with self._autocast():
+                    loss = self.compute_loss(self.model, batch)
+                (loss * self.loss_scale.value).backward()
+            except torch.OutOfMemoryError:
+                self._shrink()
+                continue
+            taken = self.optimizer.step(batch_size=samples, grad_scale=self.loss_scale.value)
+            self._after_step(loss.item(), samples, taken, time.perf_counter() - started)
+
+    def _batches(self, should_stop: Callable[[], bool]) -> Iterator[Any]:
+        while not should_stop():
+            yield self.next_batch(self.batch_size)
+
+    def _autocast(self):
+        if self.precision == "fp32":
+            return nullcontext()
+        device = next(self.model.parameters()).device
+        return torch.autocast(device.type, dtype=torch.float16 if self.precision == "fp16" else torch.bfloat16)
+
+    def _after_step(self, loss: float, samples: int, taken: bool, seconds: float) -> None:
+        self.loss_scale.update(taken)
+        if taken and math.isfinite(loss):
+            self.epoch_loss.add(loss, samples)
+            for callback in self.callbacks:
+                callback.on_microbatch(self, loss, samples)
+        else:
+            self.microbatches_lost += 1
+        reports = self.optimizer.reports
+        if not reports:  # steps with averaging in them say nothing about this device
+            speed = samples / seconds
+            self.samples_per_second = 0.9 * self.samples_per_second + 0.1 * speed if self.samples_per_second else speed
+        while reports:
+            report, mean_loss = reports.popleft(), self.epoch_loss.take()
+            for callback in self.callbacks:
+                callback.on_epoch(self, report, mean_loss)
+
+    def _shrink(self) -> None:
+        """Out of memory: drop this microbatch, go on with half. What was accumulated before stays, at its weight."""
+        self.microbatches_lost += 1
+        self.optimizer.zero_grad()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if self.batch_size == 1:
+            raise torch.OutOfMemoryError("a single sample does not fit into this device's memory")
+        self.batch_size //= 2

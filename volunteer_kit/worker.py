@@ -1,0 +1,107 @@
+"""The process that trains: `python -m volunteer_kit.worker`, started and read by a supervisor.
+
+It is a process of its own because hivemind ignores Ctrl-C where it builds an Optimizer, needs the main thread, and
+grows in memory over hours. stdin: a WorkerSpec, then commands. stdout: events, one a line. stderr: logs.
+Exit codes: 0 left, 2 told an error that a restart would not mend, anything else a crash.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+from volunteer_kit.training.protocol import FinishAt, Leave, WorkerSpec, dump_event, parse_command
+
+INSTALL = "pip install -U volunteer-kit"
+
+
+class Voice:
+    """Events to the supervisor. What libraries print must not land among them, so stdout is theirs no longer."""
+
+    def __init__(self):
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._lock = threading.Lock()
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        line = dump_event(event, **fields)
+        with self._lock:
+            try:
+                print(line, file=self._out)
+            except BrokenPipeError:  # the supervisor is gone; stdin has ended too, and says so
+                pass
+
+
+def own_stdin() -> io.FileIO:
+    """stdin without Python's buffer: a thread that waits in the buffer holds its lock, and every process forked
+    meanwhile (hivemind's) would wait for that lock for ever."""
+    raw = os.fdopen(os.dup(0), "rb", buffering=0)
+    sys.stdin = open(os.devnull)
+    return raw
+
+
+class Orders:
+    """What the supervisor wants: read from stdin by a thread; SIGTERM and the end of stdin mean leave."""
+
+    def __init__(self, stdin: io.FileIO):
+        self._stdin = stdin
+        self.finish_at: int | None = None
+        self.leave = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: self.leave.set())
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._stdin:
+            try:
+                command = parse_command(line)
+            except ValueError:
+                print(f"not a command: {line[:200]!r}", file=sys.stderr)
+                continue
+            if isinstance(command, Leave):
+                break
+            if isinstance(command, FinishAt):
+                self.finish_at = command.epoch
+        self.leave.set()
+
+
+def main() -> int:
+    """Read the spec, train until told otherwise. :returns: the exit code."""
+    voice, stdin = Voice(), own_stdin()
+    try:
+        spec = WorkerSpec.model_validate_json(stdin.readline())
+    except ValueError as e:
+        voice("error", kind="spec", message=f"The worker was started with a specification it cannot read: {e}")
+        return 2
+    voice("starting", pid=os.getpid(), name=spec.name)
+    orders = Orders(stdin)
+    try:
+        from volunteer_kit.run_reader import RunError
+        from volunteer_kit.worker_session import Session
+    except ImportError as e:
+        voice("error", kind="install", message=f"The kit is not installed completely: {e}\nInstall it again: {INSTALL}")
+        return 2
+    try:
+        session = Session(spec, voice)
+    except (RunError, OSError, ImportError) as e:
+        # these say in plain words what to do; OSError includes SwarmError, DataError and CheckpointError
+        traceback.print_exc()
+        voice("error", kind=getattr(e, "kind", type(e).__name__), message=str(e))
+        return 2
+    try:
+        session.train(orders)
+        return 0
+    except OSError as e:  # what was there an hour ago can come back: the supervisor starts us again, with patience
+        traceback.print_exc()
+        voice("warning", kind=type(e).__name__, message=str(e))
+        return 1
+    finally:
+        session.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
