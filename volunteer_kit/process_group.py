@@ -1,0 +1,57 @@
+"""Nothing of a worker stays behind: find and kill every process that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def wait_for_exit(process: subprocess.Popen[bytes]) -> None:
+    """Block until a child has ended, and leave it unreaped: its pid, and its group's, cannot be given to another."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        process.wait()
+        return
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def kill_all(leader: int, mark: str, timeout: float = 5.0) -> list[int]:
+    """SIGKILL the leader's process group and session, and whoever carries `mark` (NAME=value) in its environment.
+
+    The mark finds those that began a session of their own. Returns the pids that still live after `timeout` s.
+    """
+    deadline = time.monotonic() + timeout
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    while remaining := find(leader, mark):
+        if time.monotonic() > deadline:
+            return remaining
+        for pid in remaining:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return []
+
+
+def find(leader: int, mark: str) -> list[int]:
+    """Living processes of the leader's group or session, or with `mark` in their environment. Linux only, else []."""
+    found = []
+    for entry in PROC.iterdir() if PROC.is_dir() else ():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] in "ZX":
+                continue
+            related = leader in (int(fields[2]), int(fields[3]))  # process group, session
+            if related or mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except (OSError, IndexError, ValueError):
+            continue
+    return found

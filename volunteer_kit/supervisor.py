@@ -1,0 +1,417 @@
+"""Start a worker process, read its events, restart it after a crash, end it without leaving anything behind."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from volunteer_kit.process_group import kill_all, wait_for_exit
+from volunteer_kit.training.protocol import FinishAt, Leave, WorkerSpec, parse_event
+
+Event = dict[str, Any]
+
+FATAL = 2  # exit code of a worker that told its error in words: the same input would fail again
+QUEUE_LIMIT = 10_000  # events; beyond it the frequent ones are dropped, for a caller that never reads
+LINE_LIMIT = 2**20  # bytes; longer output is no event
+LOGGED = 2000  # bytes of a line of output that is no event
+MAX_BACKOFF = 60.0  # s
+SIGTERM_GRACE = 5.0  # s between SIGTERM and SIGKILL
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")  # environments are listed by `ps e`
+
+_live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+class Supervisor:
+    """One worker process at a time, for as long as it takes.
+
+    :param log_path: the worker's stderr and whatever it prints that is no event are appended here.
+    :param restart: start the worker again after a crash (any exit code but 0 and 2).
+    :param max_restarts: crashes in a row without one applied epoch between them before giving up.
+    :param module: what `python -m` runs.
+    :param backoff: s before the first restart; doubles with each crash in a row, up to a minute.
+
+    Beside the worker's events (training/protocol.py) it has two of its own: "restarting" (exit_code, delay, restarts,
+    message) and "gave_up" (exit_code, restarts, message). The worker has a session of its own, so Ctrl-C reaches the
+    supervisor alone. If the supervising process is killed the worker sees its stdin end and leaves by itself.
+
+    The main thread uses only locks and queues written in C: KeyboardInterrupt inside Python's own Condition or Event
+    can leave their lock taken forever.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        log_path: str | Path,
+        restart: bool = True,
+        max_restarts: int = 10,
+        module: str = "volunteer_kit.worker",
+        backoff: float = 1.0,
+    ):
+        self.spec, self.log_path, self.module = spec, Path(log_path), module
+        self.restart, self.max_restarts, self.backoff = restart, max_restarts, backoff
+        self.restarts = 0  # workers started after the first one
+        self.exit_code: int | None = None  # of the last worker that ended; negative: killed by that signal
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: nothing comes any more
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # cuts the wait before a restart short
+        self._process: subprocess.Popen[bytes] | None = None
+        self._process_lock = threading.Lock()  # guards _process: no signal to a pid that was given back
+        self._write_lock = threading.Lock()  # one line at a time into the worker's stdin
+        self._thread: threading.Thread | None = None
+        self._done = False
+        self._until_done = threading.Lock()  # held until the last worker is gone
+        self._stopping = False
+        self._finish: FinishAt | None = None
+        self._error = ""  # the newest "error" event's message
+        self._samples = (0, 0)  # of workers that have ended, of the present one; replaced as a whole
+        self._progressed = False  # the present worker took part in an epoch
+
+    # what it is doing -------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a worker, or will be one again after a pause."""
+        return self._thread is not None and not self._done
+
+    @property
+    def pid(self) -> int | None:
+        """The present worker's; None between two workers."""
+        process = self._process
+        return process.pid if process else None
+
+    @property
+    def total_samples(self) -> int:
+        """Samples that entered applied epochs, over all restarts."""
+        return sum(self._samples)
+
+    def next_event(self, timeout: float | None = None) -> Event | None:
+        """The next event in order; None after `timeout` s without one, and at once when no more can come."""
+        if self._done and self._events.empty():  # an interrupt may have swallowed the last None
+            return None
+        try:
+            event = self._events.get(timeout=timeout) if timeout is None or timeout > 0 else self._events.get(False)
+        except queue.Empty:
+            return None
+        if event is None:
+            self._events.put(None)
+        return event
+
+    # what it can be told ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the worker; returns at once. Raises RuntimeError if it was started before."""
+        if self._thread is not None:
+            raise RuntimeError("a Supervisor is started once; make a new one")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._until_done.acquire()
+        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        _live.add(self)
+        self._thread.start()
+
+    def send(self, command: FinishAt | Leave) -> bool:
+        """Pass a command to the worker; False if there is none to take it. FinishAt is repeated after a restart."""
+        if isinstance(command, FinishAt):
+            self._finish = command
+        return self._write(command.model_dump_json())
+
+    def finish_at(self, epoch: int) -> bool:
+        """Train until this epoch, save, then go on sharing the state; "finished" tells when."""
+        return self.send(FinishAt(epoch=epoch))
+
+    def begin_leave(self, timeout: float = 30.0) -> None:
+        """As leave(), without waiting: events go on arriving until the worker is gone."""
+        if self.running and not self._stopping:
+            self._stop_restarting()
+            threading.Thread(target=self._escalate, args=(timeout,), daemon=True).start()
+
+    def leave(self, timeout: float = 30.0) -> bool:
+        """Ask the worker to leave; after `timeout` s SIGTERM, 5 s later SIGKILL. True if it left by itself.
+
+        Returns when every process of the worker is gone. KeyboardInterrupt passes through; call close() then.
+        """
+        if self._thread is None:
+            return True
+        self._stop_restarting()
+        self._escalate(timeout)
+        return self.exit_code == 0
+
+    def kill(self) -> None:
+        """SIGKILL the worker process only, as a fault: it is cleaned up after and restarted."""
+        self._signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """End everything at once, by SIGKILL, and wait until it is gone. May be called again and again."""
+        if self._thread is None:
+            return
+        self._stop_restarting()
+        self._signal(signal.SIGKILL)
+        self._wait_until_done(30.0)
+
+    def run_until_done(self, on_event: Callable[[Event], object], leave_timeout: float = 30.0) -> int | None:
+        """Hand each event to `on_event` until the worker has ended for good; returns the last exit code.
+
+        The first KeyboardInterrupt (Ctrl-C, a notebook's stop button) or SIGTERM lets the worker leave gracefully,
+        its last events still arriving; the second ends everything at once. Neither is raised again. Whatever
+        `on_event` raises is, after the worker has left. Starts the worker if that was not done.
+        """
+        interrupts = 0
+        with sigterm_as_interrupt():
+            try:
+                if self._thread is None:
+                    self.start()
+                while interrupts < 2:
+                    try:
+                        if interrupts:
+                            self.begin_leave(leave_timeout)
+                        while (event := self.next_event()) is not None:
+                            on_event(event)
+                        break
+                    except KeyboardInterrupt:
+                        interrupts += 1
+            except Exception:
+                self.leave(leave_timeout)
+                raise
+            finally:
+                self.close()
+        return self.exit_code
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None or issubclass(kind, KeyboardInterrupt):
+                self.leave()
+        finally:
+            self.close()
+
+    # the supervising thread -------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        crashes = 0  # in a row
+        try:
+            while True:
+                self._progressed, self._error = False, ""
+                if not self._run_worker() or self.exit_code == 0 or self._stopping:
+                    return
+                crashes = 1 if self._progressed else crashes + 1
+                if self.exit_code == FATAL or not self.restart or crashes > self.max_restarts:
+                    self._tell("gave_up", message=self._why_given_up(crashes))
+                    return
+                delay = min(MAX_BACKOFF, self.backoff * 2 ** (crashes - 1))
+                self.restarts += 1
+                message = f"The worker ended ({self._how_ended()}); starting it again in {delay:.0f} s."
+                self._tell("restarting", delay=delay, message=message)
+                with suppress(queue.Empty):
+                    self._wake.get(timeout=delay)
+        finally:
+            self._done = True
+            self._events.put(None)
+            self._until_done.release()
+
+    def _run_worker(self) -> bool:
+        """One worker from start to end, its remains included. False if it was not to be started any more."""
+        mark = f"VOLUNTEER_KIT_WORKER={secrets.token_hex(16)}"
+        with self._open_log() as log:
+            with self._process_lock:
+                if self._stopping:
+                    return False
+                try:
+                    process = self._process = self._spawn(log.fileno(), mark)
+                except OSError as error:
+                    self.exit_code, self._error = None, f"it could not be started: {error}"
+                    return True
+            reader = threading.Thread(target=self._read, args=(process, log), name="worker events", daemon=True)
+            reader.start()
+            self._write(self.spec.model_dump_json(), wait=True)
+            if self._finish:
+                self._write(self._finish.model_dump_json())
+            if self._stopping:
+                self._write(Leave().model_dump_json())
+            wait_for_exit(process)
+            kill_all(process.pid, mark)
+            with self._process_lock:
+                self._process = None
+            self.exit_code = process.wait()
+            reader.join(timeout=5)
+            if process.stdin:
+                process.stdin.close()
+        self._samples = (self.total_samples, 0)
+        return True
+
+    def _open_log(self) -> io.FileIO:
+        try:
+            return io.FileIO(self.log_path, "a")
+        except OSError:
+            return io.FileIO(os.devnull, "a")
+
+    def _spawn(self, log: int, mark: str) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        name, _, value = mark.partition("=")
+        root = str(Path(__file__).resolve().parents[1])
+        environment |= {name: value, "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        return subprocess.Popen(
+            [sys.executable, "-m", self.module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            bufsize=0,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def _read(self, process: subprocess.Popen[bytes], log: io.FileIO) -> None:
+        """Events of one worker into the queue; runs in a thread of its own until the worker's stdout ends."""
+        assert process.stdout is not None
+        with open(process.stdout.fileno(), "rb", closefd=False) as lines, process.stdout:
+            while line := lines.readline(LINE_LIMIT):
+                try:
+                    event = parse_event(line.decode(errors="replace"))
+                except (RecursionError, TypeError):  # json's answer to [[[[...
+                    event = None
+                if event is not None and process is self._process:
+                    self._take(event)
+                elif event is None:
+                    with suppress(OSError, ValueError):  # a full disk is no reason to stop listening
+                        log.write(line if len(line) <= LOGGED else line[:LOGGED] + b" ...\n")
+
+    def _take(self, event: Event) -> None:
+        kind, total = event["event"], event.get("total_samples")
+        if kind in ("epoch", "finished", "left") and type(total) is int:
+            before, now = self._samples
+            self._samples = (before, max(now, total))
+        self._progressed |= kind == "epoch"
+        if kind == "error":
+            self._error = str(event.get("message", ""))
+        if self._events.qsize() < QUEUE_LIMIT or kind not in ("step", "skipped"):
+            self._events.put(event)
+
+    # plumbing ---------------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        own = {"event": kind, "time": round(time.time(), 3), "exit_code": self.exit_code, "restarts": self.restarts}
+        self._events.put(own | fields)
+
+    def _how_ended(self) -> str:
+        code = self.exit_code
+        if code is None:
+            return self._error or "it could not be started"
+        if code == -signal.SIGKILL:
+            return "killed by SIGKILL, often the system's answer to a lack of memory"
+        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+
+    def _why_given_up(self, crashes: int) -> str:
+        if self.exit_code == FATAL:
+            return self._error or f"The worker refused to go on. {self.log_path} ends with:\n{self._log_end()}"
+        often = f"{crashes} times in a row" if crashes > 1 else "once, and restarting is switched off"
+        return (
+            f"The worker crashed {often} ({self._how_ended()}). Samples already counted are safe.\n"
+            f"  1. Read the end of its log: tail -n 50 {self.log_path}\n"
+            "  2. Check this machine: volunteer-kit doctor\n"
+            f"  3. Join again.\nThe log ends with:\n{self._log_end()}"
+        )
+
+    def _log_end(self) -> str:
+        try:
+            with open(self.log_path, "rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(f"  | {line[:200]}" for line in lines[-5:])
+
+    def _write(self, line: str, wait: bool = False) -> bool:
+        # A worker that hangs before it reads fills the pipe; leaving must not hang with it.
+        if not self._write_lock.acquire(timeout=-1 if wait else 1.0):
+            return False
+        try:
+            process = self._process
+            if process is None or process.stdin is None:
+                return False
+            data = memoryview(line.encode() + b"\n")
+            while data:
+                data = data[process.stdin.write(data) :]
+            return True
+        except (OSError, ValueError):  # it ended meanwhile
+            return False
+        finally:
+            self._write_lock.release()
+
+    def _signal(self, number: int) -> None:
+        with self._process_lock:
+            if self._process:
+                os.kill(self._process.pid, number)
+
+    def _stop_restarting(self) -> None:
+        self._stopping = True
+        self._wake.put(None)
+
+    def _escalate(self, timeout: float) -> None:
+        self._write(Leave().model_dump_json())
+        if self._wait_until_done(timeout):
+            return
+        self._signal(signal.SIGTERM)
+        if not self._wait_until_done(SIGTERM_GRACE):
+            self._signal(signal.SIGKILL)
+            self._wait_until_done(30.0)
+
+    def _wait_until_done(self, timeout: float) -> bool:
+        if not self._done and self._until_done.acquire(timeout=timeout):
+            self._until_done.release()
+        return self._done
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt; without effect outside the main thread, where none can arrive."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _let_go_of_pipes() -> None:
+    """In a forked child (hivemind's DHT is one): a copy of the pipe would keep the worker alive after its parent."""
+    for supervisor in list(_live):
+        process = supervisor._process
+        for pipe in (process.stdin, process.stdout) if process else ():
+            if pipe is not None and not pipe.closed:
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, pipe.fileno())
+                os.close(null)
+
+
+@atexit.register
+def _leave_all() -> None:
+    for supervisor in list(_live):
+        if supervisor.running:
+            supervisor.leave(timeout=10)
+
+
+os.register_at_fork(after_in_child=_let_go_of_pipes)
