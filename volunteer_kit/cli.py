@@ -1,0 +1,249 @@
+"""The command line: one verb a door. Doors are imported when they are opened, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from volunteer_kit import __version__
+
+app = typer.Typer(
+    name="volunteer-kit",
+    help="Train a text-to-image transformer together: volunteers over the internet, one swarm.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Run = Annotated[str, typer.Argument(help="A run's name (demo, emoji), the path of its YAML file, or org/name.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="Shards of a run that reads shards: path, pattern or URL; may be repeated."),
+]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(help="Addresses of peers that are in the run; repeated, or with commas between them."),
+]
+HostMaddrs = Annotated[
+    list[str] | None,
+    typer.Option(help="Addresses to listen on; default: any free TCP port, /ip4/0.0.0.0/tcp/0"),
+]
+AnnounceMaddrs = Annotated[
+    list[str] | None,
+    typer.Option(help="Addresses to tell others: the public ones of a machine behind a router."),
+]
+Identity = Annotated[
+    Path | None,
+    typer.Option(help="A file with this peer's key, made if it is not there: the same peer id every time."),
+]
+
+
+def explained(error: BaseException) -> str | None:
+    """The text for a person, if this is an error that a person can do something about; None for a bug."""
+    if type(error) is ModuleNotFoundError:
+        if (error.name or "").startswith("volunteer_kit"):
+            return None
+        return (
+            f"The package {error.name!r} is not installed.\n"
+            "1. In a checkout: make install\n2. Elsewhere: python -m pip install volunteer-kit"
+        )
+    if type(error).__module__.startswith("volunteer_kit"):  # each exception of ours is a message
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+    return None
+
+
+def _plain_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Errors of ours become one message and exit code 2; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(verb)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return verb(*args, **kwargs)
+        except (typer.Exit, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            text = explained(error)
+            if text is None:
+                raise
+            _stderr.print(text, style="red", markup=False)
+            raise typer.Exit(2) from None
+
+    return guarded
+
+
+def _listed(values: list[str] | None) -> list[str]:
+    """Addresses given with repeated options, commas or spaces."""
+    return [part for value in values or [] for part in value.replace(",", " ").split()]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"volunteer-kit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the libraries' own log lines.")] = False,
+) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
+
+
+@app.command()
+@_plain_errors
+def demo(
+    run: Annotated[str, typer.Option(help="demo, emoji, or the path of a run file.")] = "demo",
+    data: Data = None,
+    peers: Annotated[int, typer.Option(min=1, max=16, help="Volunteers that train.")] = 3,
+    minutes: Annotated[float, typer.Option(min=0.1, max=600, help="Minutes of training.")] = 4.5,
+    out: Annotated[Path | None, typer.Option(help="Folder for pictures, curve and summary.")] = None,
+) -> None:
+    """A whole swarm on this machine: volunteers train, one is killed, one comes late; pictures at the end."""
+    from volunteer_kit.demo import run_demo
+
+    result = run_demo(run=run, data=_one_or_many(data), peers=peers, minutes=minutes, out=out)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+@_plain_errors
+def join(
+    run: Run,
+    initial_peers: Peers = None,
+    data: Data = None,
+    name: Annotated[str | None, typer.Option(help="What others see beside your numbers.")] = None,
+    client_mode: Annotated[
+        bool | None,
+        typer.Option("--client-mode/--no-client-mode", help="Others cannot connect here; default: found out."),
+    ] = None,
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for checkpoints; a restart goes on from there."),
+    ] = None,
+    host_maddrs: HostMaddrs = None,
+    announce_maddrs: AnnounceMaddrs = None,
+    identity_path: Identity = None,
+    minutes: Annotated[float | None, typer.Option(help="Leave after so many minutes.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at once; default: measured.")] = None,
+    new_swarm: Annotated[bool, typer.Option("--new-swarm", help="Start without other peers.")] = False,
+) -> None:
+    """Lend this machine to a run. Ctrl-C leaves in good order, a second one ends at once."""
+    from volunteer_kit.volunteer import join_run
+
+    result = join_run(
+        run,
+        initial_peers=_listed(initial_peers),
+        data=_one_or_many(data),
+        name=name,
+        client_mode=client_mode,
+        checkpoint_dir=checkpoint_dir,
+        host_maddrs=_listed(host_maddrs) or ["/ip4/0.0.0.0/tcp/0"],
+        announce_maddrs=_listed(announce_maddrs),
+        identity_path=identity_path,
+        minutes=minutes,
+        batch_size=batch_size,
+        new_swarm=new_swarm,
+        say=functools.partial(print, flush=True),
+    )
+    if result.error:
+        raise typer.Exit(2)
+
+
+@app.command()
+@_plain_errors
+def host(
+    run: Run,
+    identity_path: Identity = None,
+    host_maddrs: HostMaddrs = None,
+    announce_maddrs: AnnounceMaddrs = None,
+    initial_peers: Peers = None,
+) -> None:
+    """Be a run's first peer: the address that volunteers join by. It does not train; Ctrl-C stops it."""
+    from volunteer_kit.host import host_run
+
+    host_run(
+        run,
+        identity_path=identity_path,
+        host_maddrs=_listed(host_maddrs) or ["/ip4/0.0.0.0/tcp/0"],
+        announce_maddrs=_listed(announce_maddrs),
+        initial_peers=_listed(initial_peers),
+        say=functools.partial(print, flush=True),
+    )
+
+
+@app.command()
+@_plain_errors
+def generate(
+    captions: Annotated[list[str], typer.Argument(help="What to draw; each caption in quotes.")],
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a folder of them: the newest good one.")],
+    run: Annotated[str, typer.Option(help="The run that the checkpoint was trained in.")] = "demo",
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out"),
+    copies: Annotated[int, typer.Option(min=1, max=64, help="Pictures of each caption.")] = 1,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal pictures.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, max=10, help="Lower is safer, higher is livelier.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest codes.")] = None,
+    cond_scale: Annotated[float, typer.Option(min=0, max=20, help="Above 1: closer to the caption.")] = 1.0,
+) -> None:
+    """Draw captions with a trained checkpoint."""
+    from volunteer_kit.generate import generate_images
+
+    result = generate_images(
+        captions, checkpoint=checkpoint, run=run, out=out, copies=copies, seed=seed,
+        temperature=temperature, top_k=top_k, cond_scale=cond_scale,
+    )  # fmt: skip
+    print(f"{len(result.images)} pictures by the checkpoint of epoch {result.epoch}:")
+    for path in [*result.paths, result.grid]:
+        print(f"  {path}")
+
+
+@app.command("train-tokenizer")
+@_plain_errors
+def train_tokenizer(
+    out: Annotated[Path, typer.Argument(help="The file to write, NAME.safetensors.")],
+    recipe: Annotated[str | None, typer.Option(help="As a shipped one was made: scenes32 or emoji64.")] = None,
+    image_size: Annotated[int, typer.Option(min=8, max=512, help="Pixels a side.")] = 32,
+    fmap: Annotated[int, typer.Option(min=2, max=64, help="Codes a side.")] = 8,
+    codes: Annotated[int, typer.Option(min=2, max=65536, help="Different codes.")] = 192,
+    hidden: Annotated[int, typer.Option(min=4, max=1024, help="Width of the network.")] = 48,
+    decoder_blocks: Annotated[int, typer.Option(min=0, max=16, help="Depth of the decoder.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of 64 images.")] = 3000,
+    seed: Annotated[int, typer.Option(help="Of weights and images.")] = 0,
+    data: Data = None,
+) -> None:
+    """Train an image tokenizer on generated scenes, and on shards with --data. A recipe sets all the numbers."""
+    from volunteer_kit import train_tokenizer as door
+    from volunteer_kit.run_reader import RunError
+
+    try:
+        if recipe:
+            door.main(recipe, _one_or_many(data), out)
+        else:
+            door.train_tokenizer(
+                out, image_size=image_size, fmap=fmap, num_codes=codes, hidden=hidden,
+                decoder_blocks=decoder_blocks, steps=steps, seed=seed, data=_one_or_many(data),
+            )  # fmt: skip
+    except ValueError as error:  # sizes that do not fit each other, an unknown recipe, shards without pictures
+        raise RunError(f"No tokenizer was trained: {error}.") from None
+
+
+def _one_or_many(values: list[str] | None) -> str | list[str] | None:
+    return values[0] if values and len(values) == 1 else values or None
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

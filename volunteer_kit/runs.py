@@ -1,0 +1,370 @@
+"""A run: what every peer must share, read from one YAML file, and the parts composed from it.
+
+`load_run("demo")` reads volunteer_kit/run_files/demo.yaml; a path works as well, and so does a Hub
+repository, `org/name`, with a run.yaml. What each machine chooses for itself is device.py's DevicePlan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from volunteer_kit.data.stream import DataConfig, SampleStream, open_stream
+from volunteer_kit.data.tokenizer import load_tokenizer
+from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
+from volunteer_kit.model.image_tokenizer import WEIGHTS, load_image_tokenizer
+from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
+from volunteer_kit.run_reader import (
+    Mistake,
+    RunError,
+    RunText,
+    explain,
+    find_run_file,
+    impossible,
+    read_small,
+    read_yaml,
+)
+
+if TYPE_CHECKING:
+    from volunteer_kit.data.tokenizer import Tokenizer
+    from volunteer_kit.model.image_tokenizer import PatchVQ
+
+PROTOCOL_VERSION = 1  # raise it when peers of two releases can no longer average with each other
+
+Codec = Literal["none", "float16", "uniform8", "blockwise8"]  # swarm/codec.py has them
+
+
+class SwarmConfig(BaseModel):
+    """How the swarm averages. Times are in seconds, sizes in elements of a tensor."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # s a peer waits for others before a round. Raise it when groups stay smaller than the swarm; only the
+    # first peer to arrive loses time by it.
+    matchmaking_time: float = Field(15.0, gt=0, le=600)
+    # s one all-reduce may take. Raise it when peers with slow uplinks report "received < 100 %".
+    allreduce_timeout: float = Field(60.0, gt=0, le=3600)
+    # s for a whole round: matchmaking, all-reduce and retries. At least the two above together.
+    averaging_timeout: float = Field(180.0, gt=0, le=7200)
+    # s until a silent peer no longer counts as part of the swarm.
+    progress_expiration: float = Field(60.0, gt=1, le=3600)
+    # s a newcomer waits for the state of others. Raise it for large models on slow links.
+    load_state_timeout: float = Field(600.0, gt=0, le=7200)
+    # Epochs between two comparisons of parameters and statistics; they are averaged only where they differ.
+    average_state_every: int = Field(1, ge=1, le=1000)
+    # Run the optimizer step in the background while the next epoch's gradients are being collected.
+    delay_optimizer_step: bool = True
+    # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
+    delay_grad_averaging: bool = False
+    # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
+    grad_compression: Codec = "uniform8"
+    state_compression: Codec = "uniform8"
+    small_compression: Codec = "float16"
+    compress_above: int = Field(2**16, ge=0)  # elements, as in the original run
+
+    @model_validator(mode="after")
+    def _possible(self) -> SwarmConfig:
+        if self.delay_grad_averaging and not self.delay_optimizer_step:
+            raise impossible(
+                "delay_grad_averaging",
+                "gradients averaged in the background are ready only after the step that needs them, "
+                "so delay_grad_averaging works with delay_optimizer_step only",
+                "set delay_optimizer_step: true, or delay_grad_averaging: false",
+            )
+        if self.averaging_timeout < self.matchmaking_time + self.allreduce_timeout:
+            least = self.matchmaking_time + self.allreduce_timeout
+            raise impossible(
+                "averaging_timeout",
+                f"a round may take matchmaking_time + allreduce_timeout = {least:g} s, and averaging_timeout "
+                f"would end it after {self.averaging_timeout:g} s",
+                f"set averaging_timeout: {least:g} or more",
+            )
+        return self
+
+
+class AuthorityConfig(BaseModel):
+    """Who may let peers in: the server that signs access tokens, and the key that proves its signature."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(max_length=500, pattern=r"^https?://")
+    public_key: str = Field(max_length=4000)
+
+
+class RunConfig(BaseModel):
+    """What every peer of a run shares. Peers average with each other only if their fingerprints are equal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    description: str = Field("", max_length=2000)
+    seed: int = Field(0, ge=0, lt=2**63)  # of the initial weights and of the order of the data
+    model: DalleConfig  # in a file: a preset's name, or its fields, with `preset: NAME` for those not given
+    image_tokenizer: str = Field(max_length=200)
+    text_tokenizer: str = Field(max_length=200)
+    data: DataConfig
+    optimizer: OptimizerConfig
+    target_batch_size: int = Field(ge=1, le=2**24)  # samples, of all peers together, that make one epoch
+    swarm: SwarmConfig = SwarmConfig()
+    initial_peers: tuple[str, ...] = ()  # multiaddrs; the only settings that may change during a run are
+    authority: AuthorityConfig | None = None  # these two: they say where the run is, not what it is
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        if isinstance(value, DalleConfig):
+            return value
+        fields: dict[Any, Any] = {"preset": value} if isinstance(value, str) else dict(value or {})
+        name = fields.pop("preset", None)
+        if name is None:
+            return fields
+        if name not in PRESETS:
+            known = ", ".join(sorted(PRESETS))
+            fix = f"use one of {known}, or write its fields"
+            raise impossible("", f"there is no model preset {name!r}", fix)
+        return {**PRESETS[name].model_dump(), **fields}
+
+    @field_validator("initial_peers")
+    @classmethod
+    def _multiaddrs(cls, peers: tuple[str, ...]) -> tuple[str, ...]:
+        for peer in peers:
+            if not peer.startswith("/") or "/p2p/" not in peer:
+                fix = "write it as /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"
+                raise impossible("", f"{peer!r} is no peer address", fix)
+        return peers
+
+    @model_validator(mode="after")
+    def _finite(self) -> RunConfig:
+        path = _first_not_finite(self.model_dump())
+        if path is not None:
+            raise impossible(path, "the number is not finite", "write an ordinary number")
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits of all that must be equal to average: no addresses, not where the data lie."""
+        shared = {
+            "protocol": PROTOCOL_VERSION,
+            "seed": self.seed,
+            "model": self.model.model_dump(mode="json"),
+            "image_tokenizer": _content(self.image_tokenizer, *_image_files(self.image_tokenizer)),
+            "text_tokenizer": _content(self.text_tokenizer, *_text_files(self.text_tokenizer)),
+            "data": self.data.model_dump(mode="json", exclude=set(DataConfig.LOCAL)),
+            "optimizer": self.optimizer.model_dump(mode="json"),
+            "target_batch_size": self.target_batch_size,
+            "swarm": self.swarm.model_dump(mode="json", include=_AVERAGING_FIELDS),
+        }
+        text = json.dumps(shared, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+_AVERAGING_FIELDS = {
+    "average_state_every", "grad_compression", "state_compression", "small_compression", "compress_above",
+    "delay_optimizer_step", "delay_grad_averaging",
+}  # fmt: skip
+
+
+def _content(name: str, *files: Path) -> str:
+    """What a tokenizer's name stands for: the hash of its file, since paths differ between machines."""
+    for path in files:
+        if path.is_file():
+            return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    return name
+
+
+def _image_files(name: str) -> list[Path]:
+    return [WEIGHTS / f"{name}.safetensors", Path(name)]
+
+
+def _text_files(name: str) -> list[Path]:
+    if name.startswith("file:"):
+        return [Path(name.removeprefix("file:"))]
+    return [Path(__file__).parent / "data" / f"{name}.json"]
+
+
+class Tokenizers(NamedTuple):
+    """What turns captions and images into the model's integers."""
+
+    text: Tokenizer
+    image: PatchVQ
+
+
+# Tokenizers that a run file may name and this version cannot build: codes, codes a side, what to do meanwhile
+NOT_YET = {
+    "vqgan-f8-8192": (
+        8192,
+        32,
+        "the original's VQGAN (f8, 8,192 codes) is not in this version: its published checkpoint is a "
+        "pickle, which this kit opens through a converter only, and that is not there yet. Until then, use "
+        "the run demo or emoji",
+    ),
+}
+
+
+def load_run(source: str | Path | dict[str, Any]) -> RunConfig:
+    """A run by name ("demo"), by path of a YAML file, by Hub id ("org/name"), or dumped (a WorkerSpec's).
+
+    Raises RunError, whose message names file, line, reason and fix.
+    """
+    if isinstance(source, dict):
+        run = RunText("the run that this process was given", source)
+    else:
+        path = find_run_file(str(source))
+        run = read_yaml(read_small(path), str(path))
+    try:
+        config = RunConfig.model_validate(run.values)
+    except ValidationError as error:
+        raise explain(error, run, RunConfig) from None
+    mistakes = _tokenizer_mistakes(config)
+    if mistakes:
+        raise run.error(mistakes)
+    return config
+
+
+def with_data(config: RunConfig, shards: str | Sequence[str] | None) -> RunConfig:
+    """The same run with this machine's shards; its fingerprint stays. RunError if it reads none."""
+    if not shards:
+        return config
+    if config.data.kind != "shards":
+        raise RunError(
+            f"The run {config.run_id!r} makes its own data ({config.data.kind}): --data has no use in it.\n"
+            "1. Leave --data out.\n2. Or choose a run that reads shards: --run emoji."
+        )
+    listed = shards if isinstance(shards, str) else list(shards)
+    return config.model_copy(update={"data": config.data.model_copy(update={"shards": listed})})
+
+
+def require_data(config: RunConfig) -> None:
+    """Raises RunError when the run reads shards and nobody said where they are."""
+    if config.data.kind == "shards" and not config.data.shards:
+        raise RunError(
+            f"The run {config.run_id!r} trains on image shards, and its file does not say where they are.\n"
+            "1. Say it with --data: paths, pattern or URLs of webdataset shards as img2dataset writes them.\n"
+            f"   volunteer-kit demo --run {config.run_id} --data 'PATH/{{00000..00003}}.tar'"
+        )
+
+
+def build_tokenizers(config: RunConfig) -> Tokenizers:
+    """The run's text and image tokenizers. Raises RunError if they do not fit the model, OSError."""
+    if config.image_tokenizer in NOT_YET:
+        raise RunError(f"The image tokenizer of run {config.run_id!r}: {NOT_YET[config.image_tokenizer][2]}.")
+    text, image = load_tokenizer(config.text_tokenizer), _image_tokenizer(config)
+    mistakes = _misfits(config, text, image)
+    if mistakes:
+        raise RunText(f"run {config.run_id!r}", {}).error(mistakes)
+    return Tokenizers(text, image)
+
+
+def _tokenizer_mistakes(config: RunConfig) -> list[Mistake]:
+    """What can be told about the tokenizers without a network: of those that ship with the kit."""
+    try:
+        image = None if _is_remote(config.image_tokenizer) else _image_tokenizer(config)
+    except (OSError, ValueError) as error:
+        return [Mistake(("image_tokenizer",), str(error).rstrip("."), "name a tokenizer that exists")]
+    try:
+        text = None if _is_remote(config.text_tokenizer) else load_tokenizer(config.text_tokenizer)
+    except (OSError, ValueError) as error:
+        return [Mistake(("text_tokenizer",), str(error).rstrip("."), "name a tokenizer that exists")]
+    return _misfits(config, text, image)
+
+
+def _image_tokenizer(config: RunConfig) -> PatchVQ:
+    with torch.random.fork_rng(devices=[]):  # building it draws random weights before it reads the real ones
+        return load_image_tokenizer(config.image_tokenizer)
+
+
+def _is_remote(name: str) -> bool:
+    return name.startswith("hub:") or name in NOT_YET
+
+
+def _misfits(config: RunConfig, text: Tokenizer | None, image: PatchVQ | None) -> list[Mistake]:
+    """Where the model's sizes and the tokenizers' disagree."""
+    mistakes = []
+    model = config.model
+    if text is not None and text.vocab_size > model.num_text_tokens:
+        mistakes.append(
+            Mistake(
+                ("model", "num_text_tokens"),
+                f"the text tokenizer {config.text_tokenizer!r} has {text.vocab_size} tokens and the model "
+                f"has room for {model.num_text_tokens}",
+                f"set num_text_tokens: {text.vocab_size} in section model",
+            )
+        )
+    codes, side = NOT_YET[config.image_tokenizer][:2] if config.image_tokenizer in NOT_YET else (None, None)
+    if image is not None:
+        codes, side = image.config.num_codes, image.config.fmap
+    for key, theirs in (("num_image_tokens", codes), ("image_fmap_size", side)):
+        ours = getattr(model, key)
+        if theirs is not None and ours != theirs:
+            unit = "codes" if key == "num_image_tokens" else "codes a side"
+            mistakes.append(
+                Mistake(
+                    ("model", key),
+                    f"the image tokenizer {config.image_tokenizer!r} makes {theirs} {unit} and the model "
+                    f"expects {ours}",
+                    f"set {key}: {theirs} in section model, or name another image_tokenizer",
+                )
+            )
+    return mistakes
+
+
+def build_model(config: RunConfig) -> Dalle:
+    """The run's model, with the same initial weights on every machine. Raises MissingDependency."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return Dalle(config.model)
+
+
+def build_stream(
+    config: RunConfig,
+    *,
+    peer_seed: int,
+    data: str | Sequence[str] | None = None,
+    tokenizers: Tokenizers | None = None,
+) -> SampleStream:
+    """The run's samples as this peer reads them; `peer_seed` decorrelates peers, `data` names shards.
+
+    Raises RunError if the run needs shards and none are named, the stream's DataError if they cannot be read.
+    """
+    config = with_data(config, data)
+    require_data(config)
+    tokenizers = tokenizers or build_tokenizers(config)
+    return open_stream(
+        config.data,
+        tokenizer=tokenizers.text,
+        encode_images=tokenizers.image.encode,
+        image_size=tokenizers.image.config.image_size,
+        text_seq_len=config.model.text_seq_len,
+        seed=config.seed,
+        peer_seed=peer_seed,
+        num_codes=config.model.num_image_tokens,
+    )
+
+
+def build_optimizer(config: RunConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(params -> optimizer, optimizer -> learning rate schedule), as hivemind.Optimizer takes them."""
+    return build_optimizer_factory(config.optimizer)
+
+
+def build_param_groups(config: RunConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The model's parameters in groups: weight decay spares norms, biases and LayerScale."""
+    return param_groups(model, config.optimizer.weight_decay)
+
+
+def _first_not_finite(value: Any, path: tuple[str | int, ...] = ()) -> tuple[str | int, ...] | None:
+    """The path of the first nan or infinity in nested dicts and lists, or None."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    return next((found for key, item in items if (found := _first_not_finite(item, (*path, key)))), None)
