@@ -1,0 +1,37 @@
+"""The demo's first peer, in a process of its own: `python -m volunteer_kit.demo_bootstrap`.
+
+Prints one line of JSON with its addresses and stays until its stdin ends: if the demo dies, so does this.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
+
+
+def main() -> int:
+    """Returns the exit code: 2 if the peer cannot start, after a line with the reason."""
+    try:
+        peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=False))
+    except SwarmError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 2
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    try:
+        print(json.dumps({"maddrs": peer.visible_maddrs()}), flush=True)
+        while not stop.wait(0.5):
+            pass
+    finally:
+        peer.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""The text-to-image transformer: dalle-pytorch's layers and weight names, at half the cost a step.
+
+A sequence is <bos>, the caption's tokens, the image's codes. dalle-pytorch's DALLE computes every logit at every
+position and masks most of them; here text positions get text logits only and image positions image logits only,
+which gives the same loss. Layers are described in Ramesh et al. 2021 (DALL-E), https://arxiv.org/abs/2102.12092.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle, islice
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from volunteer_kit.model import upstream
+from volunteer_kit.model.attention import replace_attention
+from volunteer_kit.model.sampling import guide, sample
+from volunteer_kit.model.upstream import MissingDependency
+
+__all__ = ["Dalle", "DalleConfig", "DalleLoss", "MissingDependency", "PRESETS"]
+
+AttentionKind = Literal["full", "axial_row", "axial_col", "conv_like"]
+
+
+class DalleConfig(BaseModel):
+    """What decides the model's shape; every peer of a run must have the same."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dim: int = Field(gt=0)
+    depth: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    dim_head: int = Field(64, ge=6)
+    ff_mult: int = Field(4, gt=0)  # the GEGLU feed-forward is ff_mult * dim wide
+    text_seq_len: int = Field(256, gt=0)  # tokens of a caption, padded
+    num_text_tokens: int = Field(32_100, gt=0)  # the text tokenizer's vocabulary; 0 is the padding
+    image_fmap_size: int = Field(32, gt=0)  # codes a side
+    num_image_tokens: int = Field(8192, gt=0)  # the image tokenizer's codes
+    attn_types: tuple[AttentionKind, ...] = ("full",)  # cycled over the layers
+    shared_attn_ids: tuple[int, ...] | None = None  # cycled; layers with equal ids share their attention weights
+    shared_ff_ids: tuple[int, ...] | None = None
+    last_layer_conv_like: bool = False  # the last layer is conv_like, with weights of its own
+    reversible: bool = False
+    shift_tokens: bool = True
+    rotary_emb: bool = True
+    share_input_output_emb: bool = True
+    loss_img_weight: float = Field(7.0, gt=0)
+
+    @property
+    def image_seq_len(self) -> int:
+        return self.image_fmap_size**2
+
+    @property
+    def total_tokens(self) -> int:
+        """Text vocabulary, one padding token for each text position, image codes."""
+        return self.num_text_tokens + self.text_seq_len + self.num_image_tokens
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """The kind of attention of each layer."""
+        return self._cycled(self.attn_types, "conv_like")
+
+    def layer_ids(self, ids: tuple[int, ...] | None) -> list[int]:
+        """Which weights each layer uses, from `shared_attn_ids` or `shared_ff_ids`."""
+        ids = ids if ids is not None else tuple(range(self.depth))
+        return self._cycled(ids, max(ids) + 1)
+
+    def _cycled(self, values: tuple, last: object) -> list:
+        if not self.last_layer_conv_like:
+            return list(islice(cycle(values), self.depth))
+        return [*islice(cycle(values), self.depth - 1), last]
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> DalleConfig:
+        for name in ("attn_types", "shared_attn_ids", "shared_ff_ids"):
+            if getattr(self, name) == ():
+                raise ValueError(f"{name} is empty; name at least one, or leave it out")
+        kind_of: dict[int, str] = {}
+        for number, kind in zip(self.layer_ids(self.shared_attn_ids), self.layer_kinds, strict=True):
+            if kind_of.setdefault(number, kind) != kind:
+                raise ValueError(
+                    f"layers that share attention {number} are {kind_of[number]!r} and {kind!r}; "
+                    "give shared_attn_ids and attn_types the same cycle"
+                )
+        if self.shift_tokens and self.dim % 4:
+            raise ValueError(f"shift_tokens moves quarters of a token, so dim must be a multiple of 4, not {self.dim}")
+        return self
+
+
+PRESETS: dict[str, DalleConfig] = {
+    # "Training Transformers Together", NeurIPS 2021: 125.9 M parameters, 1.1 G if nothing were shared
+    "original": DalleConfig(
+        dim=1024, depth=64, heads=16, dim_head=64,
+        attn_types=("axial_row", "axial_col", "axial_row", "axial_row"),
+        shared_attn_ids=(0, 1, 2, 3), shared_ff_ids=(0, 1, 2, 3),
+        last_layer_conv_like=True, reversible=True,
+    ),
+    # learns generated scenes within minutes on two CPU cores
+    "tiny": DalleConfig(
+        dim=64, depth=3, heads=2, dim_head=32, ff_mult=2,
+        text_seq_len=16, num_text_tokens=512, image_fmap_size=8, num_image_tokens=192,
+    ),
+}  # fmt: skip
+
+
+class DalleLoss(NamedTuple):
+    """Scalars in fp32: `loss` is the mean of both, the image's weighted by loss_img_weight; backward from `loss`."""
+
+    loss: Tensor
+    text_loss: Tensor  # nats a token
+    image_loss: Tensor  # nats a code
+
+
+class _TiedEmbedding(nn.Module):
+    """Rows start:end of an output layer, used as an input embedding."""
+
+    def __init__(self, linear: nn.Linear, start: int, end: int) -> None:
+        super().__init__()
+        self.linear = linear  # registered, as in dalle-pytorch, so that the weight has the same names
+        self.start, self.end = start, end
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.linear.weight[self.start : self.end])
+
+
+class Dalle(nn.Module):
+    """T text tokens, N image codes, D = dim. Raises MissingDependency if dalle-pytorch is not installed."""
+
+    def __init__(self, config: DalleConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_text = config.num_text_tokens + config.text_seq_len
+        theirs = upstream.dalle_transformer()
+        self.transformer = theirs.Transformer(
+            dim=config.dim, depth=config.depth, heads=config.heads, dim_head=config.dim_head, ff_mult=config.ff_mult,
+            seq_len=config.text_seq_len + config.image_seq_len, image_fmap_size=config.image_fmap_size,
+            attn_types=config.layer_kinds, shared_attn_ids=config.layer_ids(config.shared_attn_ids),
+            shared_ff_ids=config.layer_ids(config.shared_ff_ids), reversible=config.reversible,
+            shift_tokens=config.shift_tokens, rotary_emb=config.rotary_emb,
+        )  # fmt: skip
+        replace_attention(self.transformer, config.layer_kinds, config.image_fmap_size)
+        self.to_logits = nn.Sequential(nn.LayerNorm(config.dim), nn.Linear(config.dim, config.total_tokens))
+        if config.share_input_output_emb:
+            self.text_emb = _TiedEmbedding(self.to_logits[1], 0, self.num_text)
+            self.image_emb = _TiedEmbedding(self.to_logits[1], self.num_text, config.total_tokens)
+        else:
+            self.text_emb = nn.Embedding(self.num_text, config.dim)
+            self.image_emb = nn.Embedding(config.num_image_tokens, config.dim)
+        if not config.rotary_emb:
+            self.text_pos_emb = nn.Embedding(config.text_seq_len + 1, config.dim)
+            fmap = (config.image_fmap_size,) * 2
+            self.image_pos_emb = upstream.dalle_reference().AxialPositionalEmbedding(config.dim, axial_shape=fmap)
+
+    def forward(self, text: Tensor, codes: Tensor) -> DalleLoss:
+        """text (B, T) int64, 0 = padding; codes (B, N) int64 -> losses. Raises ValueError for other shapes."""
+        T, N = self.config.text_seq_len, self.config.image_seq_len
+        if text.shape[1:] != (T,) or codes.shape[1:] != (N,):
+            raise ValueError(
+                f"text is {tuple(text.shape)} and codes {tuple(codes.shape)}; this model reads (B, {T}) and (B, {N})"
+            )
+        text = self._with_unique_padding(text)
+        x = torch.cat((self._embed_text(text), self._embed_codes(codes[:, :-1])), dim=1)  # (B, T + N, D)
+        x = self.to_logits[0](self.transformer(x))
+        text_logits = self._text_logits(x[:, :T])  # (B, T, V): <bos> and all words but the last predict the next
+        image_logits = self._image_logits(x[:, T:])  # (B, N, C): the last word predicts the first code
+        text_loss = F.cross_entropy(text_logits.flatten(0, 1).float(), text.flatten())
+        image_loss = F.cross_entropy(image_logits.flatten(0, 1).float(), codes.flatten())
+        weight = self.config.loss_img_weight
+        return DalleLoss((text_loss + weight * image_loss) / (1 + weight), text_loss, image_loss)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        text: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        cond_scale: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """text (B, T) int64 -> codes (B, N) int64, one code at a time.
+
+        temperature: 0 takes the likeliest code. top_k: sample among the k likeliest codes; None: among all.
+        cond_scale: classifier-free guidance, https://arxiv.org/abs/2207.12598; 1 = off, 0 = without the caption. It
+        doubles the work, and needs a model that has also seen empty captions.
+        """
+        was_training = self.training
+        self.eval()
+        guided = cond_scale != 1.0
+        rows = torch.cat((text, torch.zeros_like(text))) if guided else text  # (B or 2B, T)
+        codes = text.new_empty(text.shape[0], 0)
+        cache: dict = {}
+        try:
+            x = self._embed_text(self._with_unique_padding(rows))  # (B or 2B, T + 1, D)
+            for position in range(self.config.image_seq_len):
+                hidden = self.transformer(x, cache=cache)[:, -1]  # (B or 2B, D)
+                cache["offset"] = cache.get("offset", 0) + x.shape[1]
+                logits = self._image_logits(self.to_logits[0](hidden)).float()  # (B or 2B, C)
+                logits = guide(*logits.chunk(2), cond_scale) if guided else logits
+                code = sample(logits, temperature, top_k, generator)[:, None]  # (B, 1)
+                codes = torch.cat((codes, code), dim=1)
+                x = self._embed_codes(torch.cat((code, code)) if guided else code, start=position)
+        finally:
+            self.train(was_training)
+        return codes
+
+    def num_parameters(self) -> int:
+        """Trainable numbers, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every trained tensor once, by its first name, on its own device: what a checkpoint holds."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """The reverse of `tensors`. Raises ValueError that names what is missing, superfluous or of another shape."""
+        own = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        wrong = [f"{name} is missing" for name in own.keys() - tensors.keys()]
+        wrong += [f"{name} is not of this model" for name in tensors.keys() - own.keys()]
+        wrong += [
+            f"{name} is {tuple(tensors[name].shape)}, not {tuple(own[name].shape)}"
+            for name in own.keys() & tensors.keys()
+            if tensors[name].shape != own[name].shape
+        ]
+        if wrong:
+            some = "; ".join(sorted(wrong)[:3])
+            raise ValueError(f"these weights are of another model ({len(wrong)} differences): {some}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(tensors[name])
+
+    def _with_unique_padding(self, text: Tensor) -> Tensor:
+        padding = torch.arange(self.config.num_text_tokens, self.num_text, device=text.device)  # (T,)
+        return torch.where(text == 0, padding, text)
+
+    def _embed_text(self, text: Tensor) -> Tensor:
+        x = self.text_emb(F.pad(text, (1, 0), value=0))  # 0, free since padding is unique, is <bos>; (B, T + 1, D)
+        return x if self.config.rotary_emb else x + self.text_pos_emb.weight
+
+    def _embed_codes(self, codes: Tensor, start: int = 0) -> Tensor:
+        x = self.image_emb(codes)  # (B, L, D)
+        if self.config.rotary_emb:
+            return x
+        every = x.new_empty(1, start + x.shape[1], x.shape[2])
+        return x + self.image_pos_emb(every)[:, start:]
+
+    def _text_logits(self, x: Tensor) -> Tensor:
+        linear = self.to_logits[1]
+        return F.linear(x, linear.weight[: self.num_text], linear.bias[: self.num_text])
+
+    def _image_logits(self, x: Tensor) -> Tensor:
+        linear = self.to_logits[1]
+        return F.linear(x, linear.weight[self.num_text :], linear.bias[self.num_text :])

@@ -1,0 +1,176 @@
+"""A small discrete autoencoder: a picture as fmap x fmap codes, each for one square patch.
+
+The encoder may look no further than its patch, so that the same patch gives the same code wherever it lies: that is
+what a transformer learns fastest. The decoder sees neighbouring codes and draws edges across patches. Codes are found
+by vector quantization with a moving-average codebook (van den Oord et al. 2017, https://arxiv.org/abs/1711.00937,
+appendix A.1) over unit vectors (Yu et al. 2021, https://arxiv.org/abs/2110.04627); unused codes restart at vectors of
+the batch (Dhariwal et al. 2020, https://arxiv.org/abs/2005.00341).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class ImageTokenizerError(OSError):
+    """Weights of an image tokenizer that cannot be used; the message says why and what to do."""
+
+
+class PatchVQConfig(BaseModel):
+    """The shape of a PatchVQ."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    image_size: int = Field(32, gt=0)  # pixels a side
+    fmap: int = Field(8, gt=0)  # codes a side
+    num_codes: int = Field(128, gt=1)
+    code_dim: int = Field(16, gt=0)
+    hidden: int = Field(64, gt=0)
+    encoder_blocks: int = Field(1, ge=0)
+    encoder_reach: int = Field(0, ge=0)  # patches around its own that a code may look at, for each encoder block
+    decoder_blocks: int = Field(2, ge=0)
+
+    @property
+    def patch(self) -> int:
+        """Pixels a side that one code stands for."""
+        return self.image_size // self.fmap
+
+    @model_validator(mode="after")
+    def _patches_fit(self) -> PatchVQConfig:
+        if self.image_size % self.fmap:
+            raise ValueError(f"{self.image_size} pixels do not divide into {self.fmap} patches; choose a divisor")
+        return self
+
+
+class Reconstruction(NamedTuple):
+    """What training needs from one pass."""
+
+    images: Tensor  # (B, 3, S, S), about [0, 1], not clipped
+    codes: Tensor  # (B, N) int64
+    vectors: Tensor  # (B, N, E) what the encoder said, before rounding
+    commitment: Tensor  # scalar: how far the encoder's vectors lie from their codes
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, reach: int) -> None:
+        super().__init__()
+        kernel = 2 * reach + 1
+        self.net = nn.Sequential(nn.Conv2d(width, width, kernel, padding=reach), nn.GELU(), nn.Conv2d(width, width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(F.gelu(x))
+
+
+class PatchVQ(nn.Module):
+    """S = image_size, N = fmap**2 codes of a picture in reading order, K = num_codes, E = code_dim."""
+
+    def __init__(self, config: PatchVQConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, patch = config.hidden, config.patch
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, hidden, patch, stride=patch),
+            *(_Block(hidden, config.encoder_reach) for _ in range(config.encoder_blocks)),
+            nn.GELU(),
+            nn.Conv2d(hidden, config.code_dim, 1),
+        )
+        self.decoder = nn.Sequential(
+            nn.Conv2d(config.code_dim, hidden, 1),
+            *(_Block(hidden, 1) for _ in range(config.decoder_blocks)),
+            nn.GELU(),
+            nn.Conv2d(hidden, 3 * patch * patch, 1),
+            nn.PixelShuffle(patch),
+        )
+        self.register_buffer("codebook", F.normalize(torch.randn(config.num_codes, config.code_dim), dim=-1))
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """images (B, 3, S, S) float in [0, 1] -> codes (B, N) int64. Raises ValueError for another shape."""
+        return self.nearest(self.vectors(images))
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """codes (B, N) int64 -> images (B, 3, S, S) float in [0, 1]. Raises ValueError for codes out of range."""
+        if codes.ndim != 2 or codes.shape[1] != self.config.fmap**2:
+            raise ValueError(f"codes are {tuple(codes.shape)}; this tokenizer decodes (B, {self.config.fmap**2})")
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.num_codes:
+            raise ValueError(f"codes must lie in 0..{self.config.num_codes - 1}; are they another tokenizer's?")
+        return self._draw(self.codebook[codes]).clamp(0, 1)
+
+    def forward(self, images: Tensor, noise: float | None = None) -> Reconstruction:
+        """One differentiable pass; gradients go straight through the choice of codes. With `noise`, vectors are not
+        rounded to codes, but shaken by that much."""
+        vectors = self.vectors(images)  # (B, N, E)
+        codes = self.nearest(vectors.detach())
+        chosen = self.codebook[codes]  # (B, N, E)
+        if noise is None:
+            drawn = vectors + (chosen - vectors).detach()
+        else:
+            drawn = F.normalize(vectors + noise * torch.randn_like(vectors), dim=-1)
+        return Reconstruction(self._draw(drawn), codes, vectors, (vectors - chosen).square().sum(-1).mean())
+
+    def vectors(self, images: Tensor) -> Tensor:
+        """images (B, 3, S, S) -> unit vectors (B, N, E), before they are rounded to codes."""
+        size = self.config.image_size
+        if images.ndim != 4 or images.shape[1:] != (3, size, size):
+            raise ValueError(f"images are {tuple(images.shape)}; this tokenizer encodes (B, 3, {size}, {size})")
+        return F.normalize(self.encoder(images * 2 - 1).flatten(2).transpose(1, 2), dim=-1)
+
+    def nearest(self, vectors: Tensor) -> Tensor:
+        """Unit vectors (..., E) -> the code of the nearest codebook vector (...)."""
+        return (vectors @ self.codebook.T).argmax(dim=-1)
+
+    def _draw(self, chosen: Tensor) -> Tensor:
+        fmap = self.config.fmap
+        grid = chosen.transpose(1, 2).unflatten(2, (fmap, fmap))  # (B, E, fmap, fmap)
+        return (self.decoder(grid) + 1) / 2
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file in fp16 with the config in its header; an earlier file stays whole until it is there."""
+        tensors = {name: tensor.detach().half().contiguous() for name, tensor in self.state_dict().items()}
+        path = Path(path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            save_file(tensors, unfinished, metadata={"format": "pt", "patch_vq": self.config.model_dump_json()})
+            unfinished.chmod(0o644)  # safetensors writes 0600, which an installed package must not have
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def load_image_tokenizer(name_or_path: str | Path) -> PatchVQ:
+    """A shipped tokenizer ("scenes32", "emoji64") or a file that `train-tokenizer` wrote -> PatchVQ, in eval mode.
+
+    Raises ImageTokenizerError.
+    """
+    shipped = sorted(file.stem for file in WEIGHTS.glob("*.safetensors"))
+    path = WEIGHTS / f"{name_or_path}.safetensors" if str(name_or_path) in shipped else Path(name_or_path)
+    advice = f"Use a shipped one ({', '.join(shipped)}) or train your own: volunteer-kit train-tokenizer --help"
+    if not path.is_file():
+        raise ImageTokenizerError(f"There is no image tokenizer {str(name_or_path)!r}. {advice}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            config = PatchVQConfig.model_validate(json.loads((file.metadata() or {}).get("patch_vq", "null")))
+            # copies: tensors that stay mapped to a file crash the process when somebody rewrites that file
+            tensors = {name: file.get_tensor(name).to(torch.float32, copy=True) for name in file.keys()}
+        with torch.device("meta"):  # draws no random weights
+            tokenizer = PatchVQ(config)
+        tokenizer.load_state_dict(tensors, assign=True)
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise ValueError("its weights are not finite")
+    except (SafetensorError, ValidationError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ImageTokenizerError(f"{path} is no intact image tokenizer ({reason}). {advice}") from error
+    return tokenizer.eval().requires_grad_(False)
