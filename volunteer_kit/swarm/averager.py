@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import multiprocessing as mp
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -105,12 +107,26 @@ class SwarmAverager(DecentralizedAverager):
         **kwargs,
     ):
         self._is_admitted, self._reduce, self._max_weight = is_admitted, reduce, max_weight
+        self._expected_group_size = mp.Value(ctypes.c_int32, 0)
         super().__init__(*args, start=False, **kwargs)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
         self.matchmaking_kwargs["request_timeout"] = min(self.matchmaking_kwargs["request_timeout"], 0.8 * patience)
         if start:
             self.run_in_background(await_ready=True)
+
+    @property
+    def expected_group_size(self) -> int:
+        """Peers that should meet in the next round; when all of them have, nobody waits for matchmaking_time."""
+        return self._expected_group_size.value
+
+    @expected_group_size.setter
+    def expected_group_size(self, value: int) -> None:
+        self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
+
+    async def _step(self, **kwargs) -> None:
+        self._matchmaking.target_group_size = self.expected_group_size if self.expected_group_size > 1 else None
+        await super()._step(**kwargs)
 
     def run(self) -> None:
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small

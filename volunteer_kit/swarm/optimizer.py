@@ -5,83 +5,27 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import hivemind
 import torch
 from hivemind.averaging.control import AveragingStage, StepControl
-from hivemind.compression import CompressionBase, NoCompression
+from hivemind.compression import NoCompression
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import IsAdmitted, admit_everybody
 from volunteer_kit.swarm.allreduce import Reduce
 from volunteer_kit.swarm.averager import Round, SwarmGradientAverager
+from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.state import StateRefused, SwarmStateAverager, digest
 
 logger = get_logger(__name__)
+GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
 ROUNDS_APART = 2  # in a row; averaging parameters mends one difference, statistics that differ bring it back
-
-
-@dataclass(frozen=True)
-class SwarmOptions:
-    """How a run's peers meet and average; one object, equal on all peers but for nothing.
-
-    :param run_key: prefix of all DHT keys: run id and fingerprint, so that peers of different runs never meet
-    :param target_batch_size: samples of one epoch, swarm-wide
-    :param matchmaking_time: s to wait for others before a round; the larger the slower the slowest line. Raise it when
-        rounds have fewer members than the swarm
-    :param averaging_timeout: s after which a round is given up; twice what a round takes
-    :param next_chunk_timeout: s without a part from a member after which it is given up
-    :param average_state_every: epochs between comparisons of parameters (nothing is sent while they agree)
-    :param delay_optimizer_step: step in the background, apply at the next call: one epoch of staleness
-    :param delay_grad_averaging: average in the background as well
-    :param grad_codec: what gradients travel in; `state_codec`: parameters, when they differ
-    :param max_samples_per_second: more than this, claimed by one peer, is not believed
-    :param refresh_period: s between looks at the others' progress, at least
-    """
-
-    run_key: str
-    target_batch_size: int
-    matchmaking_time: float = 15.0
-    averaging_timeout: float = 180.0
-    allreduce_timeout: float = 60.0
-    next_chunk_timeout: float = 30.0
-    load_state_timeout: float = 600.0
-    average_state_every: int = 1
-    delay_optimizer_step: bool = True
-    delay_grad_averaging: bool = False
-    grad_codec: CompressionBase = field(default_factory=NoCompression)
-    state_codec: CompressionBase = field(default_factory=NoCompression)
-    max_samples_per_second: float = 10_000.0
-    refresh_period: float = 0.5
-    metadata_expiration: float = 60.0
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One applied global step, as this peer saw it.
-
-    `samples`: this peer's own that were in it; `failure`: why they did not reach the others, None if they did.
-    """
-
-    epoch: int
-    samples: int
-    group_size: int
-    received: float
-    seconds: float
-    bytes_sent: int
-    bytes_received: int
-    refused: dict[str, str]
-    failure: str | None = None
-
-    @property
-    def counted(self) -> int:
-        """Samples of ours that everybody's step contains."""
-        return 0 if self.failure else self.samples
 
 
 class SwarmOptimizer(hivemind.Optimizer):
@@ -113,6 +57,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._seams = {"is_admitted": is_admitted, "reduce": reduce}
         self.in_doubt: str | None = None  # why our state may differ from the others'
         self._report: dict[str, Any] = {}  # of the global step under way
+        self._just_loaded = False  # and not stepped since
         self._last_met = float("-inf")  # when we last knew of another peer
         super().__init__(
             dht=peer.dht,
@@ -137,6 +82,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             load_state_compression=NoCompression(),  # a joiner equals its donor to the last bit
             tracker_opts={
                 "min_refresh_period": options.refresh_period,
+                "default_refresh_period": 2 * options.refresh_period,
                 "metadata_expiration": options.metadata_expiration,
             },
         )
@@ -150,6 +96,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             self.run_id,
             target_batch_size,
             limits=limits,
+            report_period=self.options.refresh_period / 2,
             client_mode=self.client_mode,
             status_loglevel=self.status_loglevel,
             start=True,
@@ -199,10 +146,18 @@ class SwarmOptimizer(hivemind.Optimizer):
         if self.state_averager.rounds_apart >= ROUNDS_APART:
             self.in_doubt = "our state differs from what most others hold"
             self.state_averager.rounds_apart = 0
-        if self.in_doubt and self.tracker.global_progress.num_peers > 1:
-            self._settle_doubt()
+        if self.in_doubt and self.tracker.global_progress.num_peers > 1 and self._settle_doubt():
+            return True  # the gradients at hand are of the model we just gave up
         super().step(batch_size=batch_size)
         return self._taken
+
+    def _should_load_state_from_peers(self) -> bool:
+        """Behind the others by more than a step under way. A newcomer that is one epoch behind after its download takes
+        part in the next round, where it is told the rest: it would otherwise download for ever beside fast peers."""
+        behind = self.tracker.global_epoch - self.local_epoch
+        if behind <= 0 or (behind == 1 and self._just_loaded):
+            return False
+        return super()._should_load_state_from_peers()
 
     def _check_and_accumulate_gradients(self, batch_size: int, grad_scaler=None) -> bool:
         self._taken = self.grad_averager.accumulate_grads_(batch_size, self._grad_scale)
@@ -212,6 +167,7 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _maybe_schedule_gradient_averaging(self) -> None:
         self.grad_averager.epoch = self.local_epoch
+        self.grad_averager.expected_group_size = self.tracker.global_progress.num_peers
         super()._maybe_schedule_gradient_averaging()
 
     def _maybe_schedule_state_averaging(self) -> None:
@@ -220,7 +176,13 @@ class SwarmOptimizer(hivemind.Optimizer):
     # --- the global step ---
 
     def _update_global_epoch(self, grad_scaler) -> None:
-        self.grad_averager.epoch = self.local_epoch
+        if self.tracker.global_progress.num_peers <= 1:
+            self.tracker.look_again(timeout=self.matchmaking_time)
+            if self.tracker.global_progress.num_peers > 1:
+                return  # we were about to step alone; the next microbatch counts with theirs
+        self.grad_averager.epoch, self._just_loaded = self.local_epoch, False
+        self.grad_averager.expected_group_size = self.tracker.global_progress.num_peers
+        self.state_averager.expected_group_size = self.tracker.global_progress.num_peers
         report = self._report = {
             "epoch": self.local_epoch + 1,
             "samples": self.grad_averager.local_samples_accumulated,
@@ -244,7 +206,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         if maybe_step_control is not None:
             report["averaged"] = True
             try:
-                outcome = maybe_step_control.result(self.averaging_timeout)
+                outcome = self._await_round(maybe_step_control)
             except BaseException as e:
                 failure = f"no round of averaging: {e!r}"
             if not outcome.complete:
@@ -254,6 +216,17 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure)
+
+    def _await_round(self, control: StepControl) -> Round:
+        """The round's outcome. Raises TimeoutError, and leaves, when no group is found while one should have been:
+        the others have gone on without us, and what is left is to follow them."""
+        try:
+            return control.result(GROUP_PATIENCE * self.matchmaking_time)
+        except FutureTimeoutError:  # not the built-in one on Python 3.10
+            if control.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
+                control.cancel()
+                raise
+            return control.result(self.averaging_timeout)
 
     def _finish_report(self, report: dict[str, Any], outcome: Round, failure: str | None) -> None:
         if failure:
@@ -291,16 +264,21 @@ class SwarmOptimizer(hivemind.Optimizer):
         if not self.client_mode:
             self.state_averager.state_sharing_priority = self.local_epoch - (0.5 if self.in_doubt else 0.0)
 
-    def _settle_doubt(self) -> None:
-        """Take the state of a peer that ranks above us; if there is none, ours is the one that others take."""
+    def _settle_doubt(self) -> bool:
+        """Take the state of a peer that ranks above us; if there is none, ours is the one that others take.
+
+        :returns: whether a state was taken
+        """
         self._drop_scheduled_round()
         self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
         rank = (self.local_epoch - 0.5, self.dht.peer_id.to_bytes())
         with self.tracker.pause_updates():
-            if self.state_averager.load_state_from_peers(timeout=self.load_state_timeout, own_rank=rank):
+            loaded = self.state_averager.load_state_from_peers(timeout=self.load_state_timeout, own_rank=rank)
+            if loaded:
                 self._start_epoch_anew()
         self.in_doubt = None
         self._declare_priority()
+        return loaded
 
     def join(self, patience: float = 30.0) -> bool:
         """Look for the swarm and take its state, before the first microbatch. :returns: whether a state was taken.
@@ -334,6 +312,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         return loaded
 
     def _start_epoch_anew(self) -> None:
+        self._just_loaded = True
         self.tracker.report_local_progress(local_epoch=self.local_epoch, samples_accumulated=0)
         self.grad_averager.reset_accumulated_grads_()
         self._declare_priority()

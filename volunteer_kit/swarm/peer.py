@@ -113,7 +113,7 @@ def _load_identity(identity_path: str) -> None:
 
 
 def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, authorizer) -> DHT:
-    dht = _TidyDHT(
+    dht = DHT(
         initial_peers=config.initial_peers or None,
         host_maddrs=config.host_maddrs,
         announce_maddrs=config.announce_maddrs or None,
@@ -133,17 +133,6 @@ def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, author
             raise
         raise explain_startup_failure(repr(e), config) from e
     return dht
-
-
-class _TidyDHT(DHT):
-    """A DHT whose process leaves no p2pd behind: hivemind's does when it fails between p2pd's start and its own."""
-
-    def run(self) -> None:
-        try:
-            super().run()
-        finally:
-            for child in psutil.Process().children():
-                child.terminate()
 
 
 def _end(dht: DHT) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -177,16 +178,67 @@ def believed_epoch(epochs: Iterable[int], own_epoch: int, max_advance: int) -> i
     return own_epoch
 
 
+class PacedEvent(threading.Event):
+    """An event that lets itself be set once a `period` (s), or at any time while `urgent`."""
+
+    def __init__(self, period: float):
+        super().__init__()
+        self.period, self.urgent = period, True
+        self._last = float("-inf")
+
+    def set(self) -> None:
+        if self.urgent or time.monotonic() - self._last >= self.period:
+            self.urgent = False
+            super().set()
+
+    def clear(self) -> None:
+        self._last = time.monotonic()
+        super().clear()
+
+
 class SwarmProgressTracker(ProgressTracker):
     """hivemind's tracker, believing only what can be true. `claims_dropped` counts the rest.
 
+    hivemind signs and stores a record after every microbatch, 20 a second on a small model; here one a
+    `report_period`, and at once when the epoch changes. Between two the others extrapolate by speed.
+
     :param limits: bounds of one peer's claims
+    :param report_period: s
     """
 
-    def __init__(self, dht: DHT, prefix: str, target_batch_size: int, *, limits: Limits, **kwargs):
+    def __init__(
+        self,
+        dht: DHT,
+        prefix: str,
+        target_batch_size: int,
+        *,
+        limits: Limits,
+        report_period: float = 0.25,
+        start: bool,
+        **kwargs,
+    ):
         self.limits, self.claims_dropped = limits, 0
         self._last_known = (0, time.monotonic())  # epoch we last believed, and when
-        super().__init__(dht, prefix, target_batch_size, **kwargs)
+        super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
+        self.should_report_progress = PacedEvent(report_period)
+        if start:
+            self.start()
+
+    def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
+        if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
+            self.should_report_progress.urgent = True
+        super().report_local_progress(local_epoch, samples_accumulated, update_global_samples)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.should_report_progress.urgent = True
+        super().shutdown(timeout)
+
+    def look_again(self, timeout: float) -> None:
+        """Fetch the others' progress now and wait for it, `timeout` s at most."""
+        self.fetched_global_progress_this_epoch.clear()
+        self.global_progress.next_fetch_time = 0.0
+        self.global_state_updated.set()  # wakes the fetcher, which then finds that it is time
+        self.fetched_global_progress_this_epoch.wait(timeout)
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         if not isinstance(metadata, dict):

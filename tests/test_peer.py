@@ -1,0 +1,288 @@
+"""Starting a peer: who may be dialled, and one clear message, in time, for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from dataclasses import replace
+
+import hivemind.dht.protocol as dht_protocol
+import psutil
+import pytest
+
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.peer import (
+    PeerConfig,
+    decide_client_mode,
+    explain_startup_failure,
+    free_port,
+    raise_file_limit,
+    start_peer,
+)
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+SOME_ID = "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
+LOCAL_PEER = f"/ip4/127.0.0.1/tcp/4001/p2p/{SOME_ID}"
+LAN_PEER = f"/ip4/192.168.1.7/tcp/4001/p2p/{SOME_ID}"
+PUBLIC_PEER = f"/ip4/8.8.8.8/tcp/4001/p2p/{SOME_ID}"
+NAMED_PEER = f"/dns4/run.example.org/tcp/4001/p2p/{SOME_ID}"
+
+
+# --- can others reach us? ---
+
+
+@pytest.mark.parametrize(
+    "config, own_address, client_mode, words",
+    [
+        (PeerConfig(client_mode=True), "8.8.4.4", True, "as asked"),
+        (PeerConfig(client_mode=False, initial_peers=[PUBLIC_PEER]), "10.0.0.2", False, "as asked"),
+        (
+            PeerConfig(initial_peers=[PUBLIC_PEER], announce_maddrs=["/ip4/8.8.4.4/tcp/4001"]),
+            "10.0.0.2",
+            False,
+            "told to dial /ip4/8.8.4.4/tcp/4001",
+        ),
+        (PeerConfig(), "10.0.0.2", False, "first peer"),
+        (PeerConfig(initial_peers=[LOCAL_PEER]), "10.0.0.2", False, "this machine or its local network"),
+        (PeerConfig(initial_peers=[LAN_PEER, LOCAL_PEER]), "10.0.0.2", False, "local network"),
+        (PeerConfig(initial_peers=[PUBLIC_PEER]), "8.8.4.4", False, "public address"),
+        (PeerConfig(initial_peers=[PUBLIC_PEER]), "10.0.0.2", True, "behind a router"),
+        (PeerConfig(initial_peers=[PUBLIC_PEER]), "172.28.0.12", True, "behind a router"),  # Colab's
+        (PeerConfig(initial_peers=[PUBLIC_PEER]), "fe80::1%eth0", True, "behind a router"),
+        (PeerConfig(initial_peers=[NAMED_PEER]), "10.0.0.2", True, "behind a router"),
+        (PeerConfig(initial_peers=[LAN_PEER, PUBLIC_PEER]), "10.0.0.2", True, "behind a router"),
+    ],
+)
+def test_decide_client_mode(monkeypatch, config, own_address, client_mode, words):
+    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
+    card = psutil._common.snicaddr if hasattr(psutil._common, "snicaddr") else psutil._ntuples.snicaddr
+    addresses = {
+        "lo": [card(socket.AF_INET, "127.0.0.1", None, None, None)],
+        "eth0": [
+            card(family, own_address, None, None, None),
+            card(psutil.AF_LINK, "02:42:ac:11:00:02", None, None, None),
+        ],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    decided, why = decide_client_mode(config)
+    assert decided is client_mode and words in why
+
+
+# --- addresses ---
+
+
+@pytest.mark.parametrize(
+    "field, address, words",
+    [
+        ("initial_peers", "203.0.113.5:31337", "is no address"),
+        ("initial_peers", "", "is no address"),
+        ("initial_peers", "/ip4/999.0.0.1/tcp/1/p2p/" + SOME_ID, "is no address"),
+        ("initial_peers", "/ip4/203.0.113.5/tcp/31337", "lacks the peer's id"),
+        ("host_maddrs", "0.0.0.0:31337", "is no address"),
+        ("host_maddrs", "/ip4/0.0.0.0/tcp/99999", "is no address"),
+        ("announce_maddrs", "/ip4/here/tcp/1", "is no address"),
+    ],
+)
+def test_a_malformed_address_is_told_before_anything_starts(field, address, words):
+    started = time.monotonic()
+    with pytest.raises(SwarmError, match=words) as told:
+        start_peer(PeerConfig(**{field: [address]}))
+    assert told.value.kind == "bad_address" and field in str(told.value) and repr(address) in str(told.value)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    "cause, kind, words",
+    [
+        ("ValidationError('local time must be within 3 seconds  of others')", "clock", "timedatectl"),
+        (
+            "P2PDaemonError('Identity from `a.key` is already taken by another peer')",
+            "identity_taken",
+            "--identity-path",
+        ),
+        (
+            "failed to listen on any addresses: [listen tcp4 ...: bind: address already in use]",
+            "port_taken",
+            "ss -ltnp",
+        ),
+        (
+            "failed to listen on any addresses: [listen tcp4 ...: bind: cannot assign requested address]",
+            "bad_address",
+            "--announce-maddrs",
+        ),
+        ("failed to listen on any addresses: [listen tcp4 0.0.0.0:80: bind: permission denied]", "bad_address", "1023"),
+        ("Daemon failed to start: failed to connect to bootstrap peers", "dead_peers", PUBLIC_PEER),
+        (
+            "RuntimeError('DHTNode bootstrap failed: none of the initial_peers responded to a ping.",
+            "dead_peers",
+            "host",
+        ),
+        ("TimeoutError()", "dead_peers", "None of the run's first peers"),
+        ("P2PDaemonError('p2pd binary not found')", "startup", "p2pd binary not found"),
+    ],
+)
+def test_hivemind_s_words_become_ours(cause, kind, words):
+    told = explain_startup_failure(cause, PeerConfig(initial_peers=[PUBLIC_PEER]))
+    assert told.kind == kind and words in str(told) and "1. " in str(told)
+
+
+def test_a_slow_start_without_peers_to_blame_is_no_dead_peer():
+    assert explain_startup_failure("TimeoutError()", PeerConfig()).kind == "startup"
+
+
+# --- real p2pd ---
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    identity = tmp_path_factory.mktemp("first") / "identity.key"
+    peer = start_peer(PeerConfig(host_maddrs=LOOPBACK, identity_path=str(identity), startup_timeout=60))
+    peer.identity_path = str(identity)
+    yield peer
+    peer.shutdown()
+
+
+@pytest.fixture
+def config(first, tmp_path):
+    return PeerConfig(
+        initial_peers=first.visible_maddrs(),
+        host_maddrs=LOOPBACK,
+        identity_path=str(tmp_path / "identity.key"),
+        startup_timeout=15.0,
+    )
+
+
+def daemons(identity_path: str) -> list[int]:
+    """p2pd processes that run with this identity."""
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "p2pd" and any(identity_path in word for word in process.info["cmdline"] or []):
+            found.append(process.pid)
+    return found
+
+
+def fails_with(kind: str, config: PeerConfig, seconds: float = 15.0) -> str:
+    started = time.monotonic()
+    with pytest.raises(SwarmError) as told:
+        start_peer(config)
+    assert told.value.kind == kind, f"{told.value}\n{told.value.__cause__!r}"
+    assert time.monotonic() - started < config.startup_timeout + seconds
+    assert config.identity_path is None or daemons(config.identity_path) == [], "a p2pd is left behind"
+    return str(told.value)
+
+
+def test_dead_initial_peers_are_told_in_time(config):
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{SOME_ID}"
+    message = fails_with("dead_peers", replace(config, initial_peers=[dead], startup_timeout=5.0))
+    assert dead in message
+
+
+def test_peers_that_never_answer_are_told_in_time(config):
+    """A host that accepts and says nothing: a firewall, or another program at its port."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}/p2p/{SOME_ID}"
+        fails_with("dead_peers", replace(config, initial_peers=[address], startup_timeout=5.0))
+
+
+@pytest.mark.parametrize("joining", [False, True], ids=["first peer", "joining"])
+def test_a_port_that_is_taken(config, joining):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
+        initial_peers = config.initial_peers if joining else []
+        message = fails_with("port_taken", replace(config, initial_peers=initial_peers, host_maddrs=[address]))
+    assert address in message
+
+
+def test_an_address_that_is_not_ours(config):
+    public = "/ip4/203.0.113.7/tcp/4001"
+    message = fails_with("bad_address", replace(config, initial_peers=[], host_maddrs=[public]))
+    assert "--announce-maddrs" in message
+
+
+def test_a_clock_that_is_ten_seconds_off(config, monkeypatch):
+    honest = dht_protocol.get_dht_time
+    monkeypatch.setattr(dht_protocol, "get_dht_time", lambda: honest() + 10.0)  # the DHT's process is forked from here
+    message = fails_with("clock", config)
+    assert "clock" in message and "timedatectl" in message
+
+
+def test_an_identity_that_another_peer_uses(config, first):
+    taken = replace(config, identity_path=first.identity_path)
+    before = daemons(first.identity_path)
+    with pytest.raises(SwarmError, match="in use by another running peer") as told:
+        start_peer(taken)
+    assert told.value.kind == "identity_taken" and first.identity_path in str(told.value)
+    assert daemons(first.identity_path) == before and first.dht.is_alive(), "the other peer goes on"
+
+
+def test_an_identity_file_that_is_no_key(config, tmp_path):
+    path = tmp_path / "identity.key"
+    path.write_bytes(b"no key")
+    with pytest.raises(SwarmError, match="cannot be read") as told:
+        start_peer(config)
+    assert told.value.kind == "identity" and str(path) in str(told.value)
+    assert path.read_bytes() == b"no key", "it may be somebody's key, damaged"
+
+
+def test_a_failure_does_not_spoil_the_next_attempt_and_an_identity_stays(config):
+    """hivemind's processes share a lock; one killed at the wrong moment stops all later ones."""
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{SOME_ID}"
+    for _ in range(2):
+        fails_with("dead_peers", replace(config, initial_peers=[dead]))
+    peer = start_peer(config)
+    first_id = peer.peer_id
+    peer.shutdown()
+    assert daemons(config.identity_path) == []
+    peer = start_peer(config)
+    try:
+        assert peer.peer_id == first_id
+        assert peer.visible_maddrs()[0].endswith(f"/p2p/{first_id}")
+    finally:
+        peer.shutdown()
+
+
+def test_an_announced_address_is_told_while_another_is_listened_on(config):
+    """A public host_maddr on a machine behind NAT dies with "cannot assign requested address" (FACTS, trap 21)."""
+    port = free_port()
+    public = f"/ip4/203.0.113.7/tcp/{port}"
+    peer = start_peer(replace(config, host_maddrs=[f"/ip4/0.0.0.0/tcp/{port}"], announce_maddrs=[public]))
+    try:
+        assert peer.visible_maddrs() == [f"{public}/p2p/{peer.peer_id}"]
+        assert peer.client_mode is False and "203.0.113.7" in peer.why_client_mode
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass  # it listens here, whatever it is called outside
+    finally:
+        peer.shutdown()
+
+
+def test_a_client_sees_the_swarm_and_has_no_address(config, first):
+    peer = start_peer(replace(config, client_mode=True, identity_path=None))
+    try:
+        assert peer.client_mode and peer.visible_maddrs() == [] and peer.dht.client_mode
+        assert first.dht.store("greeting", "hello", expiration_time=time.time() + 60)
+        assert peer.dht.get("greeting", latest=True).value == "hello"
+        scratch = peer._scratch.name
+    finally:
+        peer.shutdown()
+    assert daemons(scratch) == []
+
+
+def test_a_peer_may_open_many_files():
+    """Every tensor that crosses processes holds a file; 1,024 end a run after minutes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        raise_file_limit()
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert raised == (65_536 if hard == resource.RLIM_INFINITY else min(65_536, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 70_000) if hard > 0 else 70_000, hard))
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == before or before[0] < 65_536, "never lowered"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

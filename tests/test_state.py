@@ -1,0 +1,534 @@
+"""State between peers: who is asked, what is refused, and that what is adopted equals the donor's to the last bit."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+from hivemind.compression import NoCompression
+from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration
+
+from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
+from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.state import (
+    StateRefused,
+    SwarmStateAverager,
+    digest,
+    is_odd_one_out,
+    rank_donors,
+)
+
+A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
+
+
+# --- digest ---
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (2, 0, 3)], ids=str)
+def test_a_digest_is_of_the_bytes(dtype, shape):
+    tensors = [torch.ones(3), torch.ones(shape).to(dtype)]
+    before = digest(tensors)
+    assert digest([tensor.clone() for tensor in tensors]) == before and len(before) == 32
+    if tensors[1].numel():
+        tensors[1].view(-1).view(torch.uint8)[-1] ^= 1  # one bit
+        assert digest(tensors) != before
+
+
+def test_a_digest_sees_what_equality_does_not():
+    zeros = torch.tensor([0.0, 1.0])
+    minus = torch.tensor([-0.0, 1.0])
+    assert torch.equal(zeros, minus) and digest([zeros]) != digest([minus])
+    nan = torch.tensor([float("nan")])
+    assert digest([nan]) == digest([nan.clone()])
+    first, second = torch.ones(2), torch.zeros(2)
+    assert digest([first, second]) != digest([second, first])
+    assert digest([]) == digest([])
+
+
+def test_a_digest_is_of_the_values_not_of_the_memory():
+    tensor = torch.arange(12.0).reshape(3, 4)
+    assert digest([tensor.t()]) == digest([tensor.t().contiguous()])
+    assert digest([torch.nn.Parameter(tensor)]) == digest([tensor])
+    assert digest([tensor[:, 1]]) == digest([tensor[:, 1].clone()])
+
+
+# --- donors ---
+
+
+def declared(**priorities) -> dict:
+    peers = {"a": A, "b": B, "c": C, "d": D}
+    return {peers[name].to_bytes(): ValueWithExpiration(value, 1e10) for name, value in priorities.items()}
+
+
+def test_the_best_donor_is_asked_first():
+    assert rank_donors(declared(a=3, b=7.0, c=5), D, []) == [B, C, A]
+    assert rank_donors(declared(a=3, b=2.5), D, []) == [A, B]  # one that doubts itself ranks behind
+
+
+def test_neither_ourselves_nor_the_refused_are_asked():
+    assert rank_donors(declared(a=3, b=7, c=5), B, []) == [C, A]
+    assert rank_donors(declared(a=3, b=7, c=5), D, [B.to_bytes(), A.to_bytes()]) == [C]
+    assert rank_donors(declared(d=9), D, []) == []
+
+
+def test_equal_donors_are_asked_in_turns():
+    """Otherwise one of a hundred veterans serves all newcomers."""
+    firsts = {rank_donors(declared(a=5, b=5, c=5), D, [])[0] for _ in range(60)}
+    assert firsts == {A, B, C}
+
+
+@pytest.mark.parametrize(
+    "own, priority, asked",
+    [
+        (B, 5.0, [D, A]),  # D is ahead; A equal, with a smaller id; C equal, with a larger one
+        (A, 5.0, [D]),
+        (C, 5.0, [D, A, B]),
+        (B, 5.5, [D]),
+        (B, 9.0, []),
+        (B, 4.5, [D, A, C]),
+    ],
+)
+def test_of_several_that_doubt_themselves_exactly_one_keeps_its_state(own, priority, asked):
+    records = declared(a=5.0, b=5.0, c=5.0, d=6.0)
+    records[own.to_bytes()] = ValueWithExpiration(priority, 1e10)
+    assert rank_donors(records, own, [], (priority, own.to_bytes())) == asked
+
+
+@pytest.mark.parametrize("own_rank", [None, (1.0, D.to_bytes())])
+def test_what_strangers_declare_is_read_with_care(own_rank):
+    records = {
+        **declared(a=5),
+        "words": ValueWithExpiration(9, 1e10),
+        B.to_bytes(): ValueWithExpiration("9", 1e10),
+        C.to_bytes(): ValueWithExpiration(math.nan, 1e10),
+        b"\x12\x20" + b"\x55" * 32: ValueWithExpiration(math.inf, 1e10),
+        b"\x12\x20" + b"\x56" * 32: ValueWithExpiration(None, 1e10),
+        b"\x12\x20" + b"\x57" * 32: 9,
+    }
+    assert rank_donors(records, D, [], own_rank) == [A]
+    for nothing in (None, "words", [1], {}):
+        assert rank_donors(nothing, D, [], own_rank) == []
+    for key in (b"", b"x", b"\xff" * 300):  # no peer ids: whoever is asked, an honest donor must still be
+        assert A in rank_donors({**declared(a=5), key: ValueWithExpiration(9, 1e10)}, D, [], own_rank)
+
+
+# --- the odd one out ---
+
+
+@pytest.mark.parametrize(
+    "told, odd, why",
+    [
+        ({A: "x", B: "x", C: "x"}, False, "all equal"),
+        ({A: "y", B: "x", C: "x"}, True, "two hold one state, we another"),
+        ({A: "x", B: "x", C: "y"}, False, "we are with the majority"),
+        ({A: "x", B: "y", C: "z"}, False, "all differ: averaging is what helps"),
+        ({A: "x", B: "y"}, False, "two: the smaller id, ours, is followed"),
+        ({B: "x", A: "y"}, True, "two: the smaller id is the other's"),
+        ({A: "x", B: "x", C: "y", D: "y"}, False, "a tie: the smallest id, ours, is followed"),
+        ({B: "x", C: "x", A: "y", D: "y"}, True, "a tie: the smallest id is theirs"),
+        ({A: "z", B: "x", C: "x", D: "y"}, True, "the most, though no majority"),
+        ({A: "x"}, False, "alone"),
+    ],
+)
+def test_is_odd_one_out(told, odd, why):
+    own = next(iter(told))
+    assert is_odd_one_out({peer: [5, value] for peer, value in told.items()}, own) is odd, why
+
+
+def test_members_of_another_epoch_say_nothing_about_our_state():
+    assert not is_odd_one_out({A: [5, "x"], B: [4, "y"], C: [4, "y"]}, A)
+    assert is_odd_one_out({A: [5, "x"], B: [5, "y"], C: [5, "y"], D: [4, "x"]}, A)
+
+
+@pytest.mark.parametrize("told", [None, 5, [], [5], [5, ["y"]], [5, "y", "z"], {"epoch": 5}, "5y", [5, None]])
+def test_a_member_that_tells_nonsense_changes_nothing(told):
+    assert not is_odd_one_out({A: [5, "x"], B: told, C: [5, "x"]}, A)
+    assert is_odd_one_out({A: [5, "x"], B: told, C: [5, "y"], D: [5, "y"]}, A)
+
+
+@pytest.mark.parametrize(
+    "told, agreed",
+    [
+        ([[5, "x"], [5, "x"]], True),
+        ([[5, "x"], [5, "y"]], False),
+        ([[5, "x"], [5, "x"], [5, "y"]], False),
+        ([[5, "x"], None], False),
+        ([[5, "x"], [5]], False),
+        ([[5, "x"], 5], False),
+        ([[5, "x"], [5, ["x"]]], False),
+        ([[5, "x"], [5, {"x": 1}]], False),
+    ],
+)
+def test_members_agree_when_all_hold_the_same_bytes(averager, told, agreed):
+    assert averager.is_in_agreement(dict(zip((A, B, C), told, strict=False))) is agreed
+
+
+# --- the averager: its own tensors in their own types ---
+
+
+class Counting(torch.optim.Optimizer):
+    """Statistics of many types, as an 8-bit optimizer has."""
+
+    def __init__(self, params, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+        self.gate = threading.Event()
+        self.gate.set()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "codes": torch.zeros(parameter.shape, dtype=torch.uint8),
+                    "mean": torch.zeros_like(parameter),
+                    "scale": torch.zeros(()),
+                    "steps": 0,
+                }
+
+    @torch.no_grad()
+    def step(self):
+        self.gate.wait(10)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                parameter.sub_(group["lr"])
+                state["codes"].add_(1)
+                state["mean"].sub_(0.5)
+                state["scale"].add_(0.25)
+                state["steps"] += 1
+
+
+@pytest.fixture(scope="module")
+def peer():
+    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
+    yield peer
+    peer.shutdown()
+
+
+def make_averager(
+    peer, *, start: bool = False, lr: float = 0.1, seed: int = 0, period: float = 5.0, prefix: str = "state"
+) -> SwarmStateAverager:
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,)]]
+    return SwarmStateAverager(
+        dht=peer.dht,
+        prefix=prefix,
+        params=params,
+        optimizer=lambda groups: Counting(groups, lr=lr),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
+        offload_optimizer=True,
+        custom_gradients=True,
+        client_mode=False,
+        state_compression=NoCompression(),
+        declare_state_period=period,
+        min_matchmaking_time=1.0,
+        next_chunk_timeout=10.0,
+        start=start,
+    )
+
+
+@pytest.fixture
+def averager(peer):
+    return make_averager(peer)
+
+
+def donated(averager):
+    metadata, tensors, _ = averager.get_current_state()
+    return {**metadata, "epoch": 7}, [tensor.clone() for tensor in tensors]
+
+
+def test_the_state_is_parameters_and_statistics_in_their_own_types(averager):
+    metadata, tensors, infos = averager.get_current_state()
+    assert metadata == {"epoch": 0, "numbers": [0, 0]}
+    float32, uint8 = torch.float32, torch.uint8
+    assert [tensor.dtype for tensor in tensors] == [float32, float32, uint8, float32, float32, uint8, float32, float32]
+    assert [tuple(tensor.shape) for tensor in tensors[2:5]] == [(3, 4), (3, 4), ()]
+    assert len(infos) == len(tensors)
+    keys = averager.statistic_keys(["weight", "bias"])
+    assert keys == [f"optimizer/{name}/{key}" for name in ("weight", "bias") for key in ("codes", "mean", "scale")]
+    tensors[0].zero_()
+    assert averager.state_tensors()[0].abs().sum() > 0, "what is shared is a copy"
+
+
+def test_a_state_that_fits_is_taken_and_the_types_stay(averager, peer):
+    donor = make_averager(peer, lr=0.7, seed=1)
+    for _ in range(3):
+        donor.optimizer.step()
+    metadata, tensors = donated(donor)
+    averager.check_state(metadata, tensors)
+    averager.adopt_state(metadata, tensors)
+
+    assert digest(averager.state_tensors()) == digest(donor.state_tensors())
+    for parameter in averager.optimizer.param_groups[0]["params"]:
+        state = averager.optimizer.state[parameter]
+        assert state["codes"].dtype == torch.uint8 and state["mean"].dtype == torch.float32
+        assert state["scale"].shape == () and state["scale"].item() == 0.75
+        assert state["steps"] == 3
+    for ours, theirs in zip(averager.main_parameters, donor.state_tensors(), strict=False):
+        assert torch.equal(ours, theirs), "the model on the device follows"
+    assert averager.local_epoch == 7 and averager.get_current_state()[0]["epoch"] == 7
+    [group] = averager.optimizer.param_groups
+    assert group["initial_lr"] == 0.1, "the donor's settings are not adopted"
+    assert group["lr"] == pytest.approx(0.1 / 8), "but the schedule follows the epoch"
+
+
+def change_tensor(index, change):
+    def spoil(metadata, tensors):
+        tensors[index] = change(tensors[index])
+
+    return spoil
+
+
+def set_value(index, value):
+    def spoil(metadata, tensors):
+        tensors[index].view(-1)[0] = value
+
+    return spoil
+
+
+def set_metadata(**values):
+    return lambda metadata, tensors: metadata.update(values)
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (set_metadata(epoch=True), "epoch True"),
+        (set_metadata(epoch=-1), "epoch -1"),
+        (set_metadata(epoch=2**31), "epoch"),
+        (set_metadata(epoch=1.0), "epoch"),
+        (set_metadata(epoch="7"), "epoch"),
+        (set_metadata(epoch=None), "epoch None"),
+        (set_metadata(numbers=None), "counters"),
+        (set_metadata(numbers=[1]), "counters"),
+        (set_metadata(numbers=[1, 2, 3]), "counters"),
+        (set_metadata(numbers=[1, "2"]), "counters"),
+        (set_metadata(numbers=[1, float("nan")]), "counters"),
+        (set_metadata(numbers=[1, float("inf")]), "counters"),
+        (set_metadata(numbers=[1, -2]), "counters"),
+        (lambda metadata, tensors: tensors.pop(), "7 tensors instead of 8"),
+        (lambda metadata, tensors: tensors.append(torch.zeros(1)), "9 tensors"),
+        (lambda metadata, tensors: tensors.clear(), "0 tensors"),
+        (change_tensor(0, lambda t: t.t()), "tensor 0"),
+        (change_tensor(0, lambda t: t[:2]), "tensor 0"),
+        (change_tensor(1, lambda t: t.double()), "tensor 1 is torch.float64"),
+        (change_tensor(2, lambda t: t.float()), "tensor 2 is torch.float32"),
+        (change_tensor(4, lambda t: t.reshape(1)), "tensor 4"),
+        (set_value(0, float("nan")), "tensor 0 is not finite"),
+        (set_value(1, float("-inf")), "tensor 1 is not finite"),
+        (set_value(3, float("nan")), "tensor 3 is not finite"),
+        (set_value(4, float("inf")), "tensor 4 is not finite"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(averager, spoil, words):
+    metadata, tensors = donated(averager)
+    averager.check_state(metadata, tensors)  # unspoilt, it fits
+    spoil(metadata, tensors)
+    with pytest.raises(StateRefused, match=words):
+        averager.check_state(metadata, tensors)
+
+
+@pytest.mark.parametrize("metadata", [None, 7, "words", [], b"x"])
+def test_metadata_of_another_kind_is_refused(averager, metadata):
+    with pytest.raises(StateRefused):
+        averager.check_state(metadata, donated(averager)[1])
+
+
+def test_a_state_is_of_one_moment(averager):
+    """hivemind counts the epoch before the background step that makes it true: FACTS has no trap more expensive."""
+    before = averager.state_tensors()[0].clone()
+    averager.optimizer.gate.clear()
+    averager.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=True, delay_averaging=True)
+    threading.Timer(0.3, averager.optimizer.gate.set).start()
+    metadata, tensors, _ = averager.get_current_state()  # asked for while the step is under way
+    assert metadata == {"epoch": 1, "numbers": [1, 1]}
+    assert torch.equal(tensors[0], before - 0.1) and tensors[4].item() == 0.25
+    averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+
+
+def test_a_joiner_waits_for_a_step_whose_gradients_are_under_way(averager):
+    """The epoch is counted already: what the step has not made yet would be behind on arrival."""
+    arrived = threading.Event()
+    averager.step(
+        increment_epoch=True,
+        optimizer_step=True,
+        delay_optimizer_step=True,
+        delay_averaging=True,
+        wait_for_trigger=lambda: arrived.wait(10),
+    )
+    threading.Timer(0.3, arrived.set).start()
+    metadata, tensors, _ = averager.get_current_state()
+    assert metadata == {"epoch": 1, "numbers": [1, 1]} and tensors[4].item() == 0.25
+    averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+
+
+def test_a_step_that_takes_longer_is_not_told_before_it_is_true(averager, monkeypatch):
+    monkeypatch.setattr("volunteer_kit.swarm.state.STEP_PATIENCE", 0.05)
+    averager._step_done.clear()
+    averager.local_epoch = 1
+    assert averager.get_current_state()[0]["epoch"] == 0
+
+
+# --- through the network ---
+
+
+def seen_donors(peer, prefix: str = "state") -> dict[PeerID, float]:
+    found = peer.dht.get(f"{prefix}.all_averagers", latest=True)
+    return {PeerID(key): entry.value for key, entry in found.value.items()} if found else {}
+
+
+def test_a_donor_is_seen_all_the_time(peer):
+    """hivemind's declaration expires before the next one is stored: who doubts its state then finds nobody better."""
+    donor = make_averager(peer, start=True, period=1.0, prefix="seen")
+    try:
+        deadline = time.monotonic() + 20
+        while peer.peer_id not in seen_donors(peer, "seen"):
+            assert time.monotonic() < deadline
+        until = time.monotonic() + 3.5
+        while time.monotonic() < until:
+            assert peer.peer_id in seen_donors(peer, "seen")
+    finally:
+        donor.shutdown()
+
+
+def test_a_newcomer_equals_its_donor_to_the_last_bit(peer):
+    """Download over libp2p; a donor with a broken state is refused and the next one asked."""
+    others = [
+        start_peer(PeerConfig(initial_peers=peer.visible_maddrs(), host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        for _ in range(2)
+    ]
+    averagers = []
+    try:
+        donor, broken = make_averager(peer, start=True, seed=1), make_averager(others[0], start=True, seed=2)
+        averagers += [donor, broken]
+        for averager, epoch in [(donor, 3), (broken, 9)]:
+            for _ in range(epoch):
+                averager.step(increment_epoch=True, optimizer_step=True)
+            averager.state_sharing_priority = epoch
+        broken.state_tensors()[1][2] = float("nan")
+        newcomer = make_averager(others[1], start=True)
+        averagers.append(newcomer)
+        deadline = time.monotonic() + 20
+        while not seen_donors(others[1]).items() >= {peer.peer_id: 3.0, others[0].peer_id: 9.0}.items():
+            assert time.monotonic() < deadline, seen_donors(others[1])
+            time.sleep(0.05)
+
+        assert newcomer.load_state_from_peers(timeout=30.0) is True
+        assert newcomer.last_donor == str(peer.peer_id), "the broken one was asked first, and refused"
+        assert digest(newcomer.state_tensors()) == digest(donor.state_tensors())
+        assert newcomer.local_epoch == 3
+        assert newcomer.optimizer.state[newcomer.optimizer.param_groups[0]["params"][0]]["steps"] == 3
+
+        newcomer.local_epoch = 4  # nobody that fits is as far as we are
+        assert newcomer.load_state_from_peers(timeout=30.0) is False
+        assert newcomer.local_epoch == 4
+    finally:
+        for averager in averagers:
+            averager.shutdown()
+        for other in others:
+            other.shutdown()
+
+
+# --- checkpoints and copies, through the optimizer ---
+
+NAMES = ["weight", "bias"]
+
+
+@pytest.fixture(scope="module")
+def optimizer(peer):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4)
+    optimizer = SwarmOptimizer(
+        peer=peer,
+        options=SwarmOptions(
+            run_key="checkpoints", target_batch_size=16, matchmaking_time=1.0, delay_optimizer_step=False
+        ),
+        params=list(model.parameters()),
+        optimizer=lambda params: Lamb(params, lr=0.02),
+    )
+    yield optimizer
+    optimizer.shutdown()
+
+
+def train(optimizer, epochs: int) -> None:
+    last = optimizer.local_epoch + epochs
+    deadline = time.monotonic() + 30
+    while optimizer.local_epoch < last:
+        optimizer.zero_grad()
+        for parameter in optimizer.state_averager.main_parameters:
+            parameter.grad = torch.randn_like(parameter)
+        assert optimizer.step(batch_size=8) is True
+        assert time.monotonic() < deadline
+
+
+def test_a_checkpoint_brings_back_every_bit(optimizer, tmp_path):
+    train(optimizer, 2)
+    saved = digest(optimizer.training_state())
+    tensors, metadata = optimizer.named_state(NAMES)
+    assert set(NAMES) < set(tensors) and metadata["epoch"] == optimizer.local_epoch
+    assert all(name.split("/")[0] == "optimizer" and name.split("/")[1] in NAMES for name in set(tensors) - set(NAMES))
+    path = save_checkpoint(tmp_path, tensors, {"run": "x", **metadata})
+    epoch = optimizer.local_epoch
+    train(optimizer, 1)
+    assert digest(optimizer.training_state()) != saved
+
+    checkpoint = load_checkpoint(path)
+    optimizer.load_named_state(NAMES, checkpoint.tensors, checkpoint.meta)
+    assert digest(optimizer.training_state()) == saved and optimizer.local_epoch == epoch
+    parameters = optimizer.state_averager.main_parameters
+    assert torch.equal(parameters[0], tensors["weight"]), "the model that trains, too"
+    train(optimizer, 1)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(optimizer):
+    tensors, metadata = optimizer.named_state(NAMES)
+    before = digest(optimizer.training_state())
+    without = {name: tensor for name, tensor in tensors.items() if name != "bias"}
+    with pytest.raises(StateRefused, match="lacks bias"):
+        optimizer.load_named_state(NAMES, without, metadata)
+    with pytest.raises(StateRefused, match="tensor 0"):
+        optimizer.load_named_state(NAMES, {**tensors, "weight": torch.zeros(4, 7)}, metadata)
+    with pytest.raises(StateRefused, match="not finite"):
+        optimizer.load_named_state(NAMES, {**tensors, "bias": torch.full((4,), float("nan"))}, metadata)
+    with pytest.raises(StateRefused, match="epoch"):
+        optimizer.load_named_state(NAMES, tensors, {**metadata, "epoch": -1})
+    assert digest(optimizer.training_state()) == before
+
+
+def test_an_earlier_state_comes_back_and_the_epoch_goes_on(optimizer):
+    """The swarm's epoch is a maximum of claims: going back in number would be undone by the next peer."""
+    good = [tensor.clone() for tensor in optimizer.training_state()]
+    train(optimizer, 2)
+    epoch = optimizer.local_epoch
+    optimizer.grad_averager.local_samples_accumulated = 8
+    optimizer.restore(good)
+    assert digest(optimizer.training_state()) == digest(good)
+    assert optimizer.local_epoch == epoch and optimizer.grad_averager.local_samples_accumulated == 0
+    assert optimizer.settle() == digest(good)
+
+
+def test_alone_every_step_is_reported_with_its_samples(optimizer):
+    optimizer.reports.clear()
+    train(optimizer, 2)
+    reports = list(optimizer.reports)
+    assert [report.epoch for report in reports] == [optimizer.local_epoch - 1, optimizer.local_epoch]
+    for report in reports:
+        assert report.group_size == 1 and report.failure is None and report.received == 1.0
+        assert report.samples == report.counted == 16
+        assert report.bytes_sent == 0
+
+
+def test_a_microbatch_of_nan_is_told_and_not_counted(optimizer):
+    before = digest(optimizer.training_state())
+    samples = optimizer.grad_averager.local_samples_accumulated
+    for parameter in optimizer.state_averager.main_parameters:
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    assert optimizer.step(batch_size=8) is False
+    assert optimizer.grad_averager.local_samples_accumulated == samples
+    assert digest(optimizer.training_state()) == before

@@ -1,0 +1,65 @@
+"""What a run says about meeting and averaging, and what is said of each global step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hivemind.compression import CompressionBase, NoCompression
+
+
+@dataclass(frozen=True)
+class SwarmOptions:
+    """How a run's peers meet and average; one object, equal on all peers but for nothing.
+
+    :param run_key: prefix of all DHT keys: run id and fingerprint, so that peers of different runs never meet
+    :param target_batch_size: samples of one epoch, swarm-wide
+    :param matchmaking_time: s to wait for others before a round; the larger the slower the slowest line. Raise it when
+        rounds have fewer members than the swarm
+    :param averaging_timeout: s after which a round is given up; twice what a round takes
+    :param next_chunk_timeout: s without a part from a member after which it is given up
+    :param average_state_every: epochs between comparisons of parameters (nothing is sent while they agree)
+    :param delay_optimizer_step: step in the background, apply at the next call: one epoch of staleness
+    :param delay_grad_averaging: average in the background as well
+    :param grad_codec: what gradients travel in; `state_codec`: parameters, when they differ
+    :param max_samples_per_second: more than this, claimed by one peer, is not believed
+    :param refresh_period: s between looks at the others' progress, at least
+    """
+
+    run_key: str
+    target_batch_size: int
+    matchmaking_time: float = 15.0
+    averaging_timeout: float = 180.0
+    allreduce_timeout: float = 60.0
+    next_chunk_timeout: float = 30.0
+    load_state_timeout: float = 600.0
+    average_state_every: int = 1
+    delay_optimizer_step: bool = True
+    delay_grad_averaging: bool = False
+    grad_codec: CompressionBase = field(default_factory=NoCompression)
+    state_codec: CompressionBase = field(default_factory=NoCompression)
+    max_samples_per_second: float = 10_000.0
+    refresh_period: float = 0.5
+    metadata_expiration: float = 60.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One applied global step, as this peer saw it.
+
+    `samples`: this peer's own that were in it; `failure`: why they did not reach the others, None if they did.
+    """
+
+    epoch: int
+    samples: int
+    group_size: int
+    received: float
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    refused: dict[str, str]
+    failure: str | None = None
+
+    @property
+    def counted(self) -> int:
+        """Samples of ours that everybody's step contains."""
+        return 0 if self.failure else self.samples
