@@ -20,7 +20,7 @@ from PIL import Image
 
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.data.scenes import all_scenes, is_held_out
-from volunteer_kit.demo_eval import (
+from volunteer_kit.demo.eval import (
     MAX_GAP,
     checker_accuracy,
     compare,
@@ -31,9 +31,9 @@ from volunteer_kit.demo_eval import (
     score_scenes,
     tensor_gap,
 )
-from volunteer_kit.demo_report import DemoResult, Picture, draw_curve, draw_grid, find_problems, summary
-from volunteer_kit.demo_state import CurvePoint, DemoState, Mark, first_and_last_loss
-from volunteer_kit.demo_view import LiveView, PlainView, clock, duration, swarm_line, table
+from volunteer_kit.demo.report import DemoResult, Picture, draw_curve, draw_grid, find_problems, summary
+from volunteer_kit.demo.state import CurvePoint, DemoState, Mark, first_and_last_loss
+from volunteer_kit.demo.view import LiveView, PlainView, clock, duration, swarm_line, table
 
 KEYS = [
     "peers", "epochs", "samples", "loss_first", "loss_last", "colour_match", "caption_match", "caption_match_shuffled",

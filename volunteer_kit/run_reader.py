@@ -193,9 +193,17 @@ def _note_lines(node: yaml.Node, path: KeyPath, run: RunText) -> None:
 
 def explain(error: ValidationError, run: RunText, root: type[BaseModel]) -> RunError:
     """pydantic's errors -> one RunError in plain words, with lines, nearest right keys and fixes."""
-    mistakes = [_mistake(details, root) for details in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    unknown = [tuple(details["loc"]) for details in found if details["type"] == "extra_forbidden"]
+    misspelt = {(*path[:-1], _nearest(str(path[-1]), _fields_at(root, path[:-1]))) for path in unknown}
+    told = [each for each in found if each["type"] != "missing" or tuple(each["loc"]) not in misspelt]
+    mistakes = [_mistake(details, root) for details in told]
     unique = {(mistake.path, mistake.what): mistake for mistake in mistakes}
     return run.error(list(unique.values()))
+
+
+def _nearest(key: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), None)
 
 
 def _mistake(details: ErrorDetails, root: type[BaseModel]) -> Mistake:
@@ -221,10 +229,9 @@ def _mistake(details: ErrorDetails, root: type[BaseModel]) -> Mistake:
 def _unknown_key(path: KeyPath, known: list[str]) -> Mistake:
     key, section = str(path[-1]), ".".join(str(part) for part in path[:-1])
     where = f"in section {section!r}" if section else "of a run"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if near:
-        what = f"{key!r} is no setting {where}; the nearest is {near[0]!r}"
-        return Mistake(path, what, f"write {near[0]} instead, or remove it")
+    if near := _nearest(key, known):
+        what = f"{key!r} is no setting {where}; the nearest is {near!r}"
+        return Mistake(path, what, f"write {near} instead, or remove it")
     return Mistake(path, f"{key!r} is no setting {where}", f"remove it; settings there: {', '.join(known)}")
 
 

@@ -11,30 +11,24 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from volunteer_kit.data.shards import expand_shards
 from volunteer_kit.data.stream import DataConfig, SampleStream, open_stream
-from volunteer_kit.data.tokenizer import load_tokenizer
 from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
-from volunteer_kit.model.image_tokenizer import WEIGHTS, load_image_tokenizer
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
-from volunteer_kit.run_reader import (
-    Mistake,
-    RunError,
-    RunText,
-    explain,
-    find_run_file,
-    impossible,
-    read_small,
-    read_yaml,
+from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
+from volunteer_kit.run_tokenizers import (
+    Tokenizers,
+    build_tokenizers,
+    image_identity,
+    require_tokenizers,
+    text_identity,
+    tokenizer_mistakes,
 )
-
-if TYPE_CHECKING:
-    from volunteer_kit.data.tokenizer import Tokenizer
-    from volunteer_kit.model.image_tokenizer import PatchVQ
 
 PROTOCOL_VERSION = 1  # raise it when peers of two releases can no longer average with each other
 
@@ -154,8 +148,8 @@ class RunConfig(BaseModel):
             "protocol": PROTOCOL_VERSION,
             "seed": self.seed,
             "model": self.model.model_dump(mode="json"),
-            "image_tokenizer": _content(self.image_tokenizer, *_image_files(self.image_tokenizer)),
-            "text_tokenizer": _content(self.text_tokenizer, *_text_files(self.text_tokenizer)),
+            "image_tokenizer": image_identity(self.image_tokenizer),
+            "text_tokenizer": text_identity(self.text_tokenizer),
             "data": self.data.model_dump(mode="json", exclude=set(DataConfig.LOCAL)),
             "optimizer": self.optimizer.model_dump(mode="json"),
             "target_batch_size": self.target_batch_size,
@@ -169,43 +163,6 @@ _AVERAGING_FIELDS = {
     "average_state_every", "grad_compression", "state_compression", "small_compression", "compress_above",
     "delay_optimizer_step", "delay_grad_averaging",
 }  # fmt: skip
-
-
-def _content(name: str, *files: Path) -> str:
-    """What a tokenizer's name stands for: the hash of its file, since paths differ between machines."""
-    for path in files:
-        if path.is_file():
-            return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    return name
-
-
-def _image_files(name: str) -> list[Path]:
-    return [WEIGHTS / f"{name}.safetensors", Path(name)]
-
-
-def _text_files(name: str) -> list[Path]:
-    if name.startswith("file:"):
-        return [Path(name.removeprefix("file:"))]
-    return [Path(__file__).parent / "data" / f"{name}.json"]
-
-
-class Tokenizers(NamedTuple):
-    """What turns captions and images into the model's integers."""
-
-    text: Tokenizer
-    image: PatchVQ
-
-
-# Tokenizers that a run file may name and this version cannot build: codes, codes a side, what to do meanwhile
-NOT_YET = {
-    "vqgan-f8-8192": (
-        8192,
-        32,
-        "the original's VQGAN (f8, 8,192 codes) is not in this version: its published checkpoint is a "
-        "pickle, which this kit opens through a converter only, and that is not there yet. Until then, use "
-        "the run demo or emoji",
-    ),
-}
 
 
 def load_run(source: str | Path | dict[str, Any]) -> RunConfig:
@@ -222,7 +179,7 @@ def load_run(source: str | Path | dict[str, Any]) -> RunConfig:
         config = RunConfig.model_validate(run.values)
     except ValidationError as error:
         raise explain(error, run, RunConfig) from None
-    mistakes = _tokenizer_mistakes(config)
+    mistakes = tokenizer_mistakes(config)
     if mistakes:
         raise run.error(mistakes)
     return config
@@ -251,68 +208,12 @@ def require_data(config: RunConfig) -> None:
         )
 
 
-def build_tokenizers(config: RunConfig) -> Tokenizers:
-    """The run's text and image tokenizers. Raises RunError if they do not fit the model, OSError."""
-    if config.image_tokenizer in NOT_YET:
-        raise RunError(f"The image tokenizer of run {config.run_id!r}: {NOT_YET[config.image_tokenizer][2]}.")
-    text, image = load_tokenizer(config.text_tokenizer), _image_tokenizer(config)
-    mistakes = _misfits(config, text, image)
-    if mistakes:
-        raise RunText(f"run {config.run_id!r}", {}).error(mistakes)
-    return Tokenizers(text, image)
-
-
-def _tokenizer_mistakes(config: RunConfig) -> list[Mistake]:
-    """What can be told about the tokenizers without a network: of those that ship with the kit."""
-    try:
-        image = None if _is_remote(config.image_tokenizer) else _image_tokenizer(config)
-    except (OSError, ValueError) as error:
-        return [Mistake(("image_tokenizer",), str(error).rstrip("."), "name a tokenizer that exists")]
-    try:
-        text = None if _is_remote(config.text_tokenizer) else load_tokenizer(config.text_tokenizer)
-    except (OSError, ValueError) as error:
-        return [Mistake(("text_tokenizer",), str(error).rstrip("."), "name a tokenizer that exists")]
-    return _misfits(config, text, image)
-
-
-def _image_tokenizer(config: RunConfig) -> PatchVQ:
-    with torch.random.fork_rng(devices=[]):  # building it draws random weights before it reads the real ones
-        return load_image_tokenizer(config.image_tokenizer)
-
-
-def _is_remote(name: str) -> bool:
-    return name.startswith("hub:") or name in NOT_YET
-
-
-def _misfits(config: RunConfig, text: Tokenizer | None, image: PatchVQ | None) -> list[Mistake]:
-    """Where the model's sizes and the tokenizers' disagree."""
-    mistakes = []
-    model = config.model
-    if text is not None and text.vocab_size > model.num_text_tokens:
-        mistakes.append(
-            Mistake(
-                ("model", "num_text_tokens"),
-                f"the text tokenizer {config.text_tokenizer!r} has {text.vocab_size} tokens and the model "
-                f"has room for {model.num_text_tokens}",
-                f"set num_text_tokens: {text.vocab_size} in section model",
-            )
-        )
-    codes, side = NOT_YET[config.image_tokenizer][:2] if config.image_tokenizer in NOT_YET else (None, None)
-    if image is not None:
-        codes, side = image.config.num_codes, image.config.fmap
-    for key, theirs in (("num_image_tokens", codes), ("image_fmap_size", side)):
-        ours = getattr(model, key)
-        if theirs is not None and ours != theirs:
-            unit = "codes" if key == "num_image_tokens" else "codes a side"
-            mistakes.append(
-                Mistake(
-                    ("model", key),
-                    f"the image tokenizer {config.image_tokenizer!r} makes {theirs} {unit} and the model "
-                    f"expects {ours}",
-                    f"set {key}: {theirs} in section model, or name another image_tokenizer",
-                )
-            )
-    return mistakes
+def require_ready(config: RunConfig) -> None:
+    """Raises RunError or DataError when this machine cannot begin the run as it stands, before anything starts."""
+    require_tokenizers(config)
+    require_data(config)
+    if config.data.shards:
+        expand_shards(config.data.shards)
 
 
 def build_model(config: RunConfig) -> Dalle:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from volunteer_kit.run_reader import RunError
-from volunteer_kit.runs import RunConfig, load_run, require_data, with_data
+from volunteer_kit.runs import RunConfig, load_run, require_ready, with_data
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.training.protocol import WorkerSpec
 
@@ -51,10 +51,11 @@ def join_run(
 
     A second Ctrl-C ends everything at once. `client_mode=True` is for machines that nobody can connect to
     (None: found out). `identity_path` keeps the peer id over restarts, `checkpoint_dir` the training state.
-    `new_swarm=True` starts without other peers. `say` gets each line. Raises RunError before anything starts.
+    `new_swarm=True` starts without other peers. `say` gets each line. Raises RunError or DataError before anything
+    starts.
     """
     config = with_data(run if isinstance(run, RunConfig) else load_run(run), data)
-    require_data(config)
+    require_ready(config)
     peers = [*initial_peers] or [*config.initial_peers]
     if not peers and not new_swarm:
         raise RunError(
@@ -63,6 +64,9 @@ def join_run(
             f"2. Or be the host yourself: volunteer-kit host {config.run_id}\n"
             "3. Or see a whole swarm on this machine: volunteer-kit demo"
         )
+    _check_addresses("--initial-peers", peers, "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID")
+    _check_addresses("--host-maddrs", host_maddrs, "/ip4/0.0.0.0/tcp/PORT")
+    _check_addresses("--announce-maddrs", announce_maddrs, "/ip4/PUBLIC.IP/tcp/PORT")
     spec = WorkerSpec(
         run=config.model_dump(mode="json"),
         name=name or f"volunteer-{secrets.token_hex(2)}",
@@ -111,8 +115,16 @@ def _stay(worker: _Worker, minutes: float | None) -> JoinResult:
     finally:
         alarm.cancel()
     result = JoinResult(worker.total_samples, story.epochs, worker.restarts, story.error)
-    worker.say(f"Done: {result.total_samples} of your samples entered {result.epochs} epochs. Thank you!")
+    if result.total_samples or not result.error:
+        worker.say(f"Done: {result.total_samples} of your samples entered {result.epochs} epochs. Thank you!")
     return result
+
+
+def _check_addresses(option: str, addresses: Sequence[str], form: str) -> None:
+    """Tell the usual mistakes, HOST:PORT and a missing id, in an instant; the worker's peer checks the rest."""
+    for address in addresses:
+        if not address.startswith("/") or ("/p2p/" in form and "/p2p/" not in address):
+            raise RunError(f"{option}: {address!r} is no address.\n1. Write it like {form}")
 
 
 @dataclass

@@ -11,13 +11,13 @@ import torch
 from volunteer_kit.checkpoint import CheckpointError, latest_checkpoint
 from volunteer_kit.device import Workload, detect_device, plan_device
 from volunteer_kit.optim.recipe import parameter_names
+from volunteer_kit.run_tokenizers import build_tokenizers
 from volunteer_kit.runs import (
     RunConfig,
     build_model,
     build_optimizer,
     build_param_groups,
     build_stream,
-    build_tokenizers,
     load_run,
 )
 from volunteer_kit.swarm.codec import make_codec

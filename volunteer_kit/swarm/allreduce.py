@@ -28,19 +28,27 @@ class RefusedPart(AllreduceException):
     """A sender's part or weight cannot be true. The sender loses the rest of the round, the others lose nothing."""
 
 
+def read_values(message: runtime_pb2.Tensor) -> torch.Tensor:
+    """A stranger's tensor, in float32 if it is floating point, and outside any graph (it may ask for gradients)."""
+    tensor = deserialize_torch_tensor(message).detach()
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
 def reason_to_refuse(
     part: torch.Tensor, shape: torch.Size, weight: float, first_weight: float | None, max_weight: float
 ) -> str | None:
     """Why a sender's part must not enter the average, in words, or None if it may."""
     if part.shape != shape:
         return f"shape {tuple(part.shape)} instead of {tuple(shape)}"
+    if not part.is_floating_point():
+        return f"values of type {str(part.dtype).removeprefix('torch.')}"
     if not math.isfinite(weight) or weight < 0:
         return f"weight {weight}"
     if weight > max_weight:
         return f"weight {weight:g}, more than the {max_weight:g} that anyone can have earned"
     if first_weight is not None and weight != first_weight:
         return "a weight that changes between parts"
-    if not torch.isfinite(part).all():
+    if not torch.isfinite(part.float()).all():  # 1e300 in float64 is finite, and not in what it is averaged in
         return "values that are not finite"
     return None
 
@@ -107,9 +115,13 @@ class HeldPartReducer:
             answer.set_exception(AllreduceException("nobody sent a part that counts"))
             answer.exception()  # nobody may be waiting for it
         else:
-            average = self._reduce([part for part, _ in counted], [weight for _, weight in counted])
-            message = self._codec.compress(average, self.infos[part_index])
-            answer.set_result((deserialize_torch_tensor(message), message))
+            try:
+                average = self._reduce([part for part, _ in counted], [weight for _, weight in counted])
+                message = self._codec.compress(average, self.infos[part_index])
+                answer.set_result((deserialize_torch_tensor(message), message))
+            except Exception as e:  # raised here it would blame the sender whose part was the last
+                answer.set_exception(AllreduceException(f"could not reduce: {e!r}"))
+                answer.exception()
         held.clear()
         if all(future.done() for future in self._answers):
             self.finished.set()
@@ -203,7 +215,7 @@ class SwarmAllReduce(AllReduceRunner):
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
             self.bytes_received += len(message.tensor_part.buffer)
-            return deserialize_torch_tensor(message.tensor_part)
+            return read_values(message.tensor_part)
 
         async for average in amap_in_executor(
             decode,
@@ -212,7 +224,7 @@ class SwarmAllReduce(AllReduceRunner):
         ):
             if part_index >= len(shapes) or average.shape != shapes[part_index]:
                 raise AllreduceException(f"{peer_id} answered with parts that nobody sent")
-            if not torch.isfinite(average).all():
+            if not average.is_floating_point() or not torch.isfinite(average).all():
                 raise AllreduceException(f"{peer_id} answered with values that are not finite")
             self.tensor_part_container.register_processed_part(peer_index, part_index, average)
             part_index += 1
@@ -229,7 +241,7 @@ class SwarmAllReduce(AllReduceRunner):
         part_index, first_weight = 0, None
         try:
             async for part, weight, num_bytes in amap_in_executor(
-                lambda msg: (deserialize_torch_tensor(msg.tensor_part), msg.weight, len(msg.tensor_part.buffer)),
+                lambda msg: (read_values(msg.tensor_part), msg.weight, len(msg.tensor_part.buffer)),
                 stream,
                 max_prefetch=self.tensor_part_container.prefetch,
             ):

@@ -55,7 +55,7 @@ def _from_buffer(buffer: bytes, dtype: torch.dtype, count: int, offset: int = 0)
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 class Float16Codec(CompressionBase):

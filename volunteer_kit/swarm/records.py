@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import multihash
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
@@ -55,7 +56,7 @@ def peer_id_of_owner(subkey: bytes) -> PeerID | None:
     try:
         key = serialization.load_ssh_public_key(match[0])
         der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, UnsupportedAlgorithm):
         return None
     encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     return PeerID(multihash.encode(hashlib.sha256(encoded).digest(), multihash.coerce_code("sha2-256")))

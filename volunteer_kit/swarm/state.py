@@ -6,6 +6,7 @@ settings (learning rate, betas) is adopted, and what does not fit or is not fini
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import random
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
 import torch
@@ -22,7 +23,7 @@ from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, ValueWithExpiration
+from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
 from hivemind.utils.logging import get_logger
 from hivemind.utils.streaming import combine_from_streaming
@@ -31,6 +32,7 @@ from volunteer_kit.swarm.averager import Round, SwarmAverager
 
 logger = get_logger(__name__)
 MAX_EPOCH = 2**31
+MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
 MAX_METADATA_BYTES = 2**16
 STEP_PATIENCE = 2.0  # s that a joiner waits for a step under way; the state before it would be behind on arrival
 
@@ -174,6 +176,30 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
 
     # --- in the averager's process ---
 
+    async def _declare_for_download_periodically(self) -> None:
+        """Tell that we share our state. hivemind's declaration expires before its next one is stored, and whoever
+        looks in between finds no donor."""
+        was_shared = False
+        while True:
+            self._state_updated.clear()
+            shared = self.allow_state_sharing
+            if shared or was_shared:
+                asyncio.create_task(self._declare(self.state_sharing_priority if shared else None))
+            was_shared = shared
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period)
+
+    async def _declare(self, priority: float | None) -> None:
+        with suppress(Exception):  # the next one follows soon
+            stored = self.dht.store(
+                f"{self._matchmaking.group_key_manager.prefix}.all_averagers",
+                subkey=self.peer_id.to_bytes(),
+                value=priority,
+                expiration_time=get_dht_time() + 2 * self.declare_state_period,
+                return_future=True,
+            )
+            await asyncio.wait_for(stored, self.declare_state_period)
+
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
@@ -224,7 +250,8 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
     # --- keeping parameters equal ---
 
     def is_in_agreement(self, gathered: dict[PeerID, Any]) -> bool:
-        return len({told[1] if isinstance(told, list) and len(told) == 2 else None for told in gathered.values()}) == 1
+        held = {held_digest(told) for told in gathered.values()}
+        return len(held) == 1 and None not in held
 
     def _do(
         self, wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, grad_scaler,
@@ -271,10 +298,15 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
             logger.log(self.status_loglevel, f"State averaging failed: {e!r}")
 
 
+def held_digest(told: Any) -> str | None:
+    """The digest in what a member told its group, [epoch, digest]; None for anything else."""
+    return told[1] if isinstance(told, list) and len(told) == 2 and isinstance(told[1], str) else None
+
+
 def is_odd_one_out(gathered: dict[PeerID, Any], own_id: PeerID) -> bool:
     """Do most members of our epoch hold one state, and we another? Between two, the smaller peer id is followed."""
     own = gathered.get(own_id)
-    held = {peer: told[1] for peer, told in gathered.items() if isinstance(told, list) and told[:1] == own[:1]}
+    held = {peer: told[1] for peer, told in gathered.items() if held_digest(told) and told[0] == own[0]}
     counts = Counter(held.values())
     most = max(counts.values())
     leading = {value for value, count in counts.items() if count == most}
@@ -292,7 +324,7 @@ def rank_donors(
     state, those that rank above ourselves by (priority, then smaller peer id)."""
     ranked = []
     for key, info in records.items() if isinstance(records, dict) else ():
-        if not isinstance(key, bytes) or not isinstance(info, ValueWithExpiration):
+        if not isinstance(key, bytes) or len(key) > MAX_PEER_ID_BYTES or not isinstance(info, ValueWithExpiration):
             continue
         if not isinstance(info.value, (int, float)) or not math.isfinite(info.value):
             continue

@@ -88,4 +88,5 @@ def parse_event(line: str) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and event.get("event") in EVENTS else None
+    known = isinstance(event, dict) and isinstance(event.get("event"), str) and event["event"] in EVENTS
+    return event if known else None

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from volunteer_kit.data.laion import CAUSES
-from volunteer_kit.demo_state import CurvePoint, DemoState, Mark
-from volunteer_kit.demo_view import duration
+from volunteer_kit.demo.state import CurvePoint, DemoState, Mark
+from volunteer_kit.demo.view import duration
 
 BLUE, GREY = "#2563a8", "#6b7280"
 GOOD, HALF, BAD = "#15803d", "#b45309", "#b91c1c"

@@ -19,10 +19,10 @@ from datetime import datetime
 from pathlib import Path
 
 from volunteer_kit.checkpoint import Checkpoint
-from volunteer_kit.demo_state import DemoState, first_and_last_loss
-from volunteer_kit.demo_swarm import DemoError, DemoSwarm
-from volunteer_kit.demo_view import View, counted, duration, make_view
-from volunteer_kit.runs import RunConfig, load_run, require_data, with_data
+from volunteer_kit.demo.state import DemoState, first_and_last_loss
+from volunteer_kit.demo.swarm import DemoError, DemoSwarm
+from volunteer_kit.demo.view import View, counted, duration, make_view
+from volunteer_kit.runs import RunConfig, load_run, require_ready, with_data
 from volunteer_kit.supervisor import sigterm_as_interrupt
 
 __all__ = ["DemoError", "run_demo"]
@@ -53,7 +53,7 @@ def run_demo(
     order and raise KeyboardInterrupt; a second one ends everything at once.
     """
     config = with_data(run if isinstance(run, RunConfig) else load_run(run), data)
-    require_data(config)
+    require_ready(config)
     folder = _make_folder(out, config.run_id)
     view = make_view()
     view.note(f"Run {config.run_id}: {config.description}" if config.description else f"Run {config.run_id}")
@@ -181,9 +181,9 @@ class _Script:
 
 def _conclude(config: RunConfig, swarm: DemoSwarm, folder: Path, seconds: float):
     """Measure, draw, write, print."""
-    from volunteer_kit import demo_report as report
-    from volunteer_kit.demo_eval import MAX_GAP, compare
-    from volunteer_kit.demo_pictures import make_pictures
+    from volunteer_kit.demo import report
+    from volunteer_kit.demo.eval import MAX_GAP, compare
+    from volunteer_kit.demo.pictures import make_pictures
 
     state = swarm.state
     _say("The volunteers have left. Measuring what they made ...")

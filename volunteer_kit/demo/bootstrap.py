@@ -1,4 +1,4 @@
-"""The demo's first peer, in a process of its own: `python -m volunteer_kit.demo_bootstrap`.
+"""The demo's first peer, in a process of its own: `python -m volunteer_kit.demo.bootstrap`.
 
 Prints one line of JSON with its addresses and stays until its stdin ends: if the demo dies, so does this.
 """

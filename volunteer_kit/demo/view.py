@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from volunteer_kit.demo_state import DemoState, Volunteer
+from volunteer_kit.demo.state import DemoState, Volunteer
 
 NEWS_SHOWN = 6  # lines under the table
 PLAIN_EVERY = 10.0  # s between two lines about the swarm as a whole

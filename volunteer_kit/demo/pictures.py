@@ -18,8 +18,8 @@ from volunteer_kit.data.laion import Filters, LaionSource
 from volunteer_kit.data.scenes import SceneCheck
 from volunteer_kit.data.shards import Limits, expand_shards
 from volunteer_kit.data.source import Record, ShardError
-from volunteer_kit.demo_eval import SceneScores, held_out_scenes, reconstruction_error, score_scenes
-from volunteer_kit.demo_report import BAD, GOOD, HALF, Picture, draw_grid
+from volunteer_kit.demo.eval import SceneScores, held_out_scenes, reconstruction_error, score_scenes
+from volunteer_kit.demo.report import BAD, GOOD, HALF, Picture, draw_grid
 from volunteer_kit.generate import generate_images
 from volunteer_kit.runs import RunConfig, build_tokenizers
 

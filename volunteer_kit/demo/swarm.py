@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
-from volunteer_kit.demo_state import DemoState
+from volunteer_kit.demo.state import DemoState
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.runs import RunConfig
 from volunteer_kit.supervisor import Supervisor
@@ -170,11 +170,11 @@ class DemoSwarm:
 
     def _start_bootstrap(self) -> list[str]:
         name, _, value = self._mark.partition("=")
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with open(self.logs / "first-peer.log", "ab") as log:
             self._bootstrap = subprocess.Popen(
-                [sys.executable, "-m", "volunteer_kit.demo_bootstrap"],
+                [sys.executable, "-m", "volunteer_kit.demo.bootstrap"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 env={**os.environ, name: value, "PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
