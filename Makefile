@@ -9,7 +9,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 # Without an NVIDIA driver, the version that the tests ran with; an unpinned torch brings gigabytes of CUDA along.
-TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.4' || echo 'torch==2.13.0')
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.5' || echo 'torch==2.13.0')
 DEMO ?=
 TEST ?=
 

@@ -77,6 +77,26 @@ def test_the_same_epoch_again_replaces(tmp_path):
     assert same(latest_checkpoint(tmp_path).tensors, some_tensors(1))
 
 
+READER = """
+import os, sys, torch
+from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
+for spoil in (
+    lambda path: save_checkpoint(sys.argv[1], {"w": torch.zeros(3_000_000)}, {"epoch": 5}),
+    lambda path: os.truncate(path / "model.safetensors", 0),
+):
+    path = save_checkpoint(sys.argv[1], {"w": torch.ones(3_000_000)}, {"epoch": 5})
+    found = load_checkpoint(path)
+    spoil(path)
+    assert bool((found.tensors["w"] == 1).all())
+"""
+
+
+def test_what_was_loaded_outlives_its_file(tmp_path):
+    """Replaced by the same epoch, or overwritten in place; a memory map would end the reader with a bus error."""
+    done = subprocess.run([sys.executable, "-c", READER, tmp_path], env=environment(), capture_output=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
 @pytest.mark.parametrize("meta", [{}, {"epoch": -1}, {"epoch": "3"}, {"epoch": True}, {"epoch": 1.0}])
 def test_an_epoch_is_needed(tmp_path, meta):
     with pytest.raises(ValueError, match="epoch"):

@@ -17,7 +17,7 @@ from volunteer_kit.model.image_tokenizer import (
     load_image_tokenizer,
 )
 from volunteer_kit.model.vq_training import Codebook, detail_weight, measure, spherical_kmeans
-from volunteer_kit.train_tokenizer import evaluate, main, train_tokenizer
+from volunteer_kit.train_tokenizer import RECIPES, evaluate, main, train_tokenizer
 
 LARGEST = {"scenes32": 1_000_000, "emoji64": 4_000_000}  # bytes
 
@@ -160,8 +160,15 @@ def test_training_lowers_the_error_and_is_repeatable(tmp_path):
     assert any("kB" in line for line in lines)
 
 
-def test_recipes_ask_for_what_they_need(tmp_path):
+def test_what_is_not_said_is_as_in_the_shipped_weights(tmp_path):
+    path = tmp_path / "mine.safetensors"
+    train_tokenizer(path, steps=1, batch_size=8, say=lambda line: None)
+    assert load_image_tokenizer(path).config == load_image_tokenizer("scenes32").config == RECIPES["scenes32"].config
+    assert load_image_tokenizer("emoji64").config == RECIPES["emoji64"].config
+
+
+def test_recipes_ask_for_what_they_need():
     with pytest.raises(ValueError, match="scenes32, emoji64"):
         main("paintings")
     with pytest.raises(ValueError, match="shards"):
-        main("emoji64", out=tmp_path / "x.safetensors")
+        main("emoji64")

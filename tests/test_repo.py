@@ -39,6 +39,13 @@ def test_the_readme_repeats_no_other_line():
     assert not readme.exists() or set(install_lines(readme)) <= {INSTALL_LINE}
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
+def test_every_relative_link_leads_somewhere(path):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert not missing
+
+
 def test_binder_takes_the_one_list_of_packages_and_the_pinned_torch():
     binder = (ROOT / "binder" / "requirements.txt").read_text()
     assert "-r ../requirements.txt" in binder

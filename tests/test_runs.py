@@ -134,6 +134,13 @@ def test_a_mistake_is_told_with_its_line_and_its_fix(tmp_path, old, new, key, wo
         assert word in message
 
 
+def test_a_misspelt_key_is_not_told_as_missing_too(tmp_path):
+    message = refused(tmp_path, DEMO.replace("target_batch_size: 256", "target_batchsize: 256"))
+    assert message.count("Fix:") == 1 and "missing" not in message
+    message = refused(tmp_path, DEMO.replace("target_batch_size: 256", "colour: red"))
+    assert "'target_batch_size' is missing" in message and "'colour' is no setting" in message
+
+
 def test_delayed_gradients_need_a_delayed_step(tmp_path):
     text = DEMO + "  delay_optimizer_step: false\n  delay_grad_averaging: true\n"
     message = refused(tmp_path, text)

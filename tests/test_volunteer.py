@@ -125,12 +125,3 @@ def test_joining_training_and_leaving_in_good_order(tmp_path, start):
     assert re.search(r"The model is here: epoch [1-9]", output.read_text()), output.read_text()
     host.send_signal(signal.SIGTERM)
     assert host.wait(timeout=30) == 0
-
-
-@pytest.mark.slow
-def test_dead_peers_end_with_one_message(tmp_path, start):
-    nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWHxoVA6eFiEphHEoNpgFkTWKNBZcDPNbnuV5zqDdNRzCh"
-    worker, output = start("join", "join", "demo", "--initial-peers", nobody)
-    assert worker.wait(timeout=200) == 2
-    text = output.read_text()
-    assert "cannot go on" in text and "1." in text and "Traceback" not in text

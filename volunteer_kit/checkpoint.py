@@ -144,8 +144,8 @@ def load_checkpoint(
             raise _bad(path, f"{TENSORS} has {file.stat().st_size:,} bytes, {META} says {meta.bytes:,}: cut off")
         if verify and _sha256(file) != meta.sha256:
             raise _bad(path, f"the contents of {TENSORS} are not what was saved (SHA-256 differs)")
-        with safe_open(file, framework="pt") as stored:  # its tensors are maps of the file: cut off, it would kill us
-            tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}
+        with safe_open(file, framework="pt") as opened:  # its tensors are maps of the file: cut off, it would kill us
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}
     except CheckpointError:
         raise
     except (OSError, SafetensorError) as cause:

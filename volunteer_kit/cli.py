@@ -210,30 +210,35 @@ def generate(
 @_plain_errors
 def train_tokenizer(
     out: Annotated[Path, typer.Argument(help="The file to write, NAME.safetensors.")],
-    recipe: Annotated[str | None, typer.Option(help="As a shipped one was made: scenes32 or emoji64.")] = None,
-    image_size: Annotated[int, typer.Option(min=8, max=512, help="Pixels a side.")] = 32,
-    fmap: Annotated[int, typer.Option(min=2, max=64, help="Codes a side.")] = 8,
-    codes: Annotated[int, typer.Option(min=2, max=65536, help="Different codes.")] = 192,
-    hidden: Annotated[int, typer.Option(min=4, max=1024, help="Width of the network.")] = 48,
-    decoder_blocks: Annotated[int, typer.Option(min=0, max=16, help="Depth of the decoder.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of 64 images.")] = 3000,
+    recipe: Annotated[str, typer.Option(help="As a shipped one was made: scenes32 or emoji64.")] = "scenes32",
+    image_size: Annotated[int | None, typer.Option(min=8, max=512, help="Pixels a side.")] = None,
+    fmap: Annotated[int | None, typer.Option(min=2, max=64, help="Codes a side.")] = None,
+    num_codes: Annotated[int | None, typer.Option("--codes", min=2, max=65536, help="Different codes.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=4, max=1024, help="Width of the network.")] = None,
+    decoder_blocks: Annotated[int | None, typer.Option(min=0, max=16, help="Depth of the decoder.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of one batch of images.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and images.")] = 0,
     data: Data = None,
 ) -> None:
-    """Train an image tokenizer on generated scenes, and on shards with --data. A recipe sets all the numbers."""
+    """Train an image tokenizer on generated scenes, and on shards with --data. Numbers not given are the recipe's."""
     from volunteer_kit import train_tokenizer as door
     from volunteer_kit.run_reader import RunError
 
+    sizes = {
+        "image_size": image_size, "fmap": fmap, "num_codes": num_codes, "hidden": hidden,
+        "decoder_blocks": decoder_blocks,
+    }  # fmt: skip
+    given = {name: number for name, number in sizes.items() if number is not None}
     try:
-        if recipe:
-            door.main(recipe, _one_or_many(data), out)
-        else:
-            door.train_tokenizer(
-                out, image_size=image_size, fmap=fmap, num_codes=codes, hidden=hidden,
-                decoder_blocks=decoder_blocks, steps=steps, seed=seed, data=_one_or_many(data),
-            )  # fmt: skip
+        door.train_tokenizer(out, recipe, steps=steps, seed=seed, data=_one_or_many(data), **given)
     except ValueError as error:  # sizes that do not fit each other, an unknown recipe, shards without pictures
-        raise RunError(f"No tokenizer was trained: {error}.") from None
+        raise RunError(f"No tokenizer was trained: {_first_reason(error)}.") from None
+
+
+def _first_reason(error: ValueError) -> str:
+    """The words of an error, without what pydantic puts around them."""
+    details = getattr(error, "errors", None)
+    return str(details()[0]["msg"]).removeprefix("Value error, ") if details else str(error)
 
 
 def _one_or_many(values: list[str] | None) -> str | list[str] | None:

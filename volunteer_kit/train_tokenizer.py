@@ -1,4 +1,4 @@
-"""Train an image tokenizer: `volunteer-kit train-tokenizer`. The shipped ones were made by it, with its defaults."""
+"""Train an image tokenizer: `volunteer-kit train-tokenizer`. The shipped ones were made by its recipes."""
 
 from __future__ import annotations
 
@@ -61,47 +61,38 @@ class Report(NamedTuple):
         return f"{text}\npictures not trained on: MAE {self.pictures_mae:.4f}, PSNR {self.pictures_psnr:.1f} dB"
 
 
-def main(name: str = "scenes32", data: str | Sequence[str] | None = None, out: str | Path | None = None) -> Report:
-    """Make a shipped tokenizer anew: `name` of RECIPES, written to `out` or into the package.
-
-    Raises ValueError for an unknown name, and if "emoji64" gets no shards in `data`.
-    """
-    if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}; choose one of {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
-    if recipe.needs_pictures and not data:
-        raise ValueError(f"{name} learns from pictures too; name shards: 'PATH/{{00000..00003}}.tar'")
-    config = recipe.config.model_dump()
-    out = out or WEIGHTS / f"{name}.safetensors"
-    return train_tokenizer(out, steps=recipe.steps, batch_size=recipe.batch_size, data=data, **config)
+def main(name: str = "scenes32", data: str | Sequence[str] | None = None) -> Report:
+    """Make a shipped tokenizer anew, in its place in the package."""
+    return train_tokenizer(WEIGHTS / f"{name}.safetensors", name, data=data)
 
 
 def train_tokenizer(
     out: str | Path,
+    recipe: str = "scenes32",
     *,
-    image_size: int = 32,
-    fmap: int = 8,
-    num_codes: int = 192,
-    hidden: int = 48,
-    decoder_blocks: int = 2,
-    steps: int = 1500,
-    batch_size: int = 64,
+    steps: int | None = None,
+    batch_size: int | None = None,
     seed: int = 0,
     data: str | Sequence[str] | None = None,
     say: Callable[[str], None] = print,
-    **config: int,
+    **sizes: int,
 ) -> Report:
     """Train a PatchVQ, write it to `out` (safetensors, fp16) and measure it on what it was not trained on.
 
-    Each batch is of scenes, half with one object and half with two; with `data`, five of six images come from those
-    shards. More fields of PatchVQConfig go into `config`. A run uses the file with `image_tokenizer: PATH`.
-    Raises DataError for shards that cannot be found, ValueError for shards without a usable picture.
+    Numbers that are not given are those of the recipe; `sizes` are fields of PatchVQConfig. Each batch is of scenes,
+    half with one object and half with two; with `data`, five of six images come from those shards. A run uses the
+    file with `image_tokenizer: PATH`. Raises ValueError for an unknown recipe, sizes that do not fit each other, a
+    recipe that lacks its shards and shards without a usable picture, DataError for shards that cannot be found.
     """
+    if recipe not in RECIPES:
+        raise ValueError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
+    chosen = RECIPES[recipe]
+    if chosen.needs_pictures and not data:
+        raise ValueError(f"{recipe} learns from pictures too; name shards with --data 'PATH/{{00000..00003}}.tar'")
+    wanted = PatchVQConfig(**{**chosen.config.model_dump(), **sizes})
+    steps, batch_size, image_size = steps or chosen.steps, batch_size or chosen.batch_size, wanted.image_size
     started = time.monotonic()
     torch.manual_seed(seed)
-    wanted = PatchVQConfig(
-        image_size=image_size, fmap=fmap, num_codes=num_codes, hidden=hidden, decoder_blocks=decoder_blocks, **config
-    )
     pictures = read_pictures(data, image_size, say) if data else None
     is_held_out = torch.arange(0 if pictures is None else len(pictures)) % HELD_OUT_ONE_IN == 0
     model = PatchVQ(wanted)

@@ -52,7 +52,7 @@ class Session:
         self.run: RunConfig = load_run(spec.run)
         tokenizers = build_tokenizers(self.run)
         self.stream = build_stream(self.run, peer_seed=spec.peer_seed, tokenizers=tokenizers)
-        self.first_batch = self.stream.next_batch(1)  # data that cannot be read must be told before others wait for us
+        self.stream.next_batch(1)  # data that cannot be read must be told before others wait for us
         self.model = build_model(self.run)
         self._plan_device()
         self.model.to(self.device)

@@ -143,7 +143,8 @@ class PatchVQ(nn.Module):
         path = Path(path)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file(tensors, unfinished, metadata={"format": "pt", "patch_vq": self.config.model_dump_json()})
+            # one field only: safetensors writes several in random order, and a run's fingerprint holds the file's hash
+            save_file(tensors, unfinished, metadata={"patch_vq": self.config.model_dump_json()})
             unfinished.chmod(0o644)  # safetensors writes 0600, which an installed package must not have
             unfinished.replace(path)
         finally:

@@ -1,0 +1,220 @@
+"""Bad input as a person meets it, through the command line: one message, an exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from volunteer_kit import checkpoint
+from volunteer_kit.cli import app
+from volunteer_kit.run_reader import RUN_FILES
+
+DEMO = (RUN_FILES / "demo.yaml").read_text()
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWHxoVA6eFiEphHEoNpgFkTWKNBZcDPNbnuV5zqDdNRzCh"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+CLI = [sys.executable, "-u", "-m", "volunteer_kit.cli"]
+ROOT = str(Path(checkpoint.__file__).parents[1])
+
+
+# told before any process is started ------------------------------------------------------------------------------
+
+
+def of_demo(old: str, new: str) -> str:
+    assert old in DEMO
+    return DEMO.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["join", "demo", "--initial-peers", "127.0.0.1:4000"], ["--initial-peers", "'127.0.0.1:4000'", "/p2p/"]),
+        (["join", "demo", "--initial-peers", "/ip4/127.0.0.1/tcp/4"], ["/tcp/4'", "/p2p/PEER_ID"]),
+        (["join", "demo", "--initial-peers", NOBODY, "--host-maddrs", "0.0.0.0:4"], ["--host-maddrs", "'0.0.0.0:4'"]),
+        (["join", "demo", "--initial-peers", NOBODY, "--announce-maddrs", "me.org"], ["--announce-maddrs", "me.org"]),
+        (["host", "demo", "--host-maddrs", "0.0.0.0:4000"], ["'0.0.0.0:4000' is no address"]),
+        (["demo", "--run", "dalle-laion", "--data", "x.tar"], ["VQGAN", "not in this version", "demo or emoji"]),
+        (["join", "dalle-laion", "--new-swarm", "--data", "x.tar"], ["VQGAN", "not in this version"]),
+        (["demo", "--run", "emoji", "--data", "/nope/*.tar"], ["No shard matches '/nope/*.tar'", "1. "]),
+        (["join", "emoji", "--new-swarm", "--data", "/nope/*.tar"], ["No shard matches"]),
+        (["demo", "--run", "emoji", "--data", "s3://x/0.tar"], ["paths and http(s) addresses"]),
+    ],
+    ids=lambda value: " ".join(value)[:60],
+)
+def test_what_can_be_told_at_once_is(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = psutil.Process().children()
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 2 and "Traceback" not in done.output
+    for word in words:
+        assert word in done.stderr
+    assert list(tmp_path.iterdir()) == [] and psutil.Process().children() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (of_demo("  matchmaking_time:", "  matchmaking_tme:"), ["'matchmaking_tme'", "nearest is 'matchmaking_time'"]),
+        (of_demo("seed: 0", "seed: zero"), ["seed is 'zero'", "integer"]),
+        (of_demo("averaging_timeout: 9", "averaging_timeout: 3"), ["7.5 s", "or more"]),
+        (of_demo("grad_averaging: false", "grad_averaging: true"), ["set delay_optimizer_step: true"]),
+    ],
+    ids=["unknown key", "wrong type", "impossible times", "impossible delays"],
+)
+@pytest.mark.parametrize("verb", ["join", "demo", "host"])
+def test_a_wrong_run_file_by_every_door(verb, text, words, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    arguments = ["demo", "--run", str(path)] if verb == "demo" else [verb, str(path)]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 2
+    for word in [f"{path}, line", "Fix:", *words]:
+        assert word in done.stderr
+
+
+# told by a worker ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "small.yaml"
+    path.write_text(of_demo("target_batch_size: 256", "target_batch_size: 32").replace("run_id: demo", "run_id: small"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(run_file):
+    """Of a host, up while this module's tests run."""
+    host = subprocess.Popen(
+        [*CLI, "host", str(run_file), "--host-maddrs", LOOPBACK], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    try:
+        yield next(line.split()[-1] for line in host.stdout if "--initial-peers" in line)
+    finally:
+        host.terminate()
+        host.communicate(timeout=30)
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+def join(*arguments: object, seconds: float = 120, leave_at: str | None = None, **more: str) -> tuple[int, str]:
+    """-> exit code and output of a `join`, which a SIGTERM ends once it has said `leave_at`.
+
+    It has to end within `seconds`, without a traceback or a process left behind.
+    """
+    mark = os.urandom(8).hex()
+    listen = () if "--host-maddrs" in arguments else ("--host-maddrs", LOOPBACK)
+    command = [*CLI, "join", *map(str, arguments), *listen, "--batch-size", "8"]
+    worker = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=environment(BAD_INPUT_TEST=mark, **more),
+    )  # fmt: skip
+    alarm = threading.Timer(seconds, worker.kill)
+    alarm.start()
+    said = ""
+    for line in worker.stdout:
+        said += line
+        if leave_at and leave_at in line:
+            worker.terminate()
+            leave_at = None
+    code = worker.wait()
+    alarm.cancel()
+    assert code != -signal.SIGKILL, f"it did not end within {seconds} s:\n{said}"
+    assert "Traceback" not in said
+    assert [process for process in psutil.process_iter() if is_marked(process, mark)] == []
+    return code, said
+
+
+def is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("BAD_INPUT_TEST") == mark
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.slow
+def test_dead_initial_peers(run_file):
+    code, said = join(run_file, "--initial-peers", NOBODY, seconds=105)  # startup_timeout and 15 s
+    assert code == 2 and "None of the run's first peers answered" in said and NOBODY in said
+    assert "Done:" not in said
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(run_file, address):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
+        code, said = join(run_file, "--initial-peers", address, "--host-maddrs", taken)
+    assert code == 2 and "taken by another program" in said and taken in said
+
+
+SKEW = "import time\nhonest = time.time\ntime.time = lambda: honest() + 10.0\n"
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_ten_seconds_off(run_file, address, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SKEW)
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    code, said = join(run_file, "--initial-peers", address, PYTHONPATH=path)
+    assert code == 2 and "clock differs" in said and "timedatectl" in said
+
+
+@pytest.mark.slow
+def test_an_empty_shard(tmp_path, address):
+    (tmp_path / "empty.tar").write_bytes(b"")
+    run = tmp_path / "emoji.yaml"
+    run.write_text((RUN_FILES / "emoji.yaml").read_text().replace("data:", "data:\n  patience: 3", 1))
+    code, said = join(run, "--initial-peers", address, "--data", tmp_path / "empty.tar")
+    assert code == 2 and "empty.tar" in said and "1." in said
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_and_a_checkpoint_that_is_damaged(run_file, address, tmp_path):
+    disk, folder = tmp_path / "disk", tmp_path / "checkpoints"
+    disk.mkdir()
+    stay = [run_file, "--initial-peers", address, "--checkpoint-dir"]
+    try:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no mount command here")
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        code, said = join(*stay, disk, leave_at="applied")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert code == 0 and "Warning: The checkpoint" in said and "the disk is full" in said and "applied" in said
+    code, said = join(*stay, folder, leave_at="applied")
+    (saved,) = folder.glob("epoch-*/model.safetensors")
+    os.truncate(saved, 1000)
+    code, said = join(*stay, folder, leave_at="applied")
+    assert code == 0 and "cut off" in said and "epoch 0, untrained" in said and "applied" in said
+
+
+@pytest.mark.slow
+def test_a_run_of_the_same_name_and_other_settings(run_file, address, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(run_file.read_text().replace("seed: 0", "seed: 1"))
+    first = subprocess.Popen(
+        [*CLI, "join", str(run_file), "--initial-peers", address, "--host-maddrs", LOOPBACK],
+        stdout=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    try:
+        assert any("applied" in line for line in first.stdout)
+        code, said = join(other, "--initial-peers", address)
+    finally:
+        first.terminate()
+        first.communicate(timeout=60)
+    assert code == 2 and "'small' with other settings than yours" in said
