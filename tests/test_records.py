@@ -212,7 +212,7 @@ def tracker(peer, request):
         peer.dht, f"t_{abs(hash(request.node.name))}", 256, limits=Limits(256, 1000.0), start=False
     )
     tracker.report_local_progress(local_epoch=3, samples_accumulated=20)
-    tracker._last_known = (3, time.monotonic())
+    tracker._own_epoch = (3, time.monotonic())
     return tracker
 
 
@@ -236,6 +236,15 @@ def test_the_tracker_counts_honest_peers_and_drops_lies(peer, tracker, people):
     assert 100 <= progress.samples_accumulated <= 140
     assert tracker.claims_dropped == len(lies)
     assert progress.eta_next_epoch - get_dht_time() < 1000.0
+
+
+def test_a_lone_liar_does_not_climb(tracker, people):
+    """Each of its claims is one step beyond what was believed before; only time may raise what is believed."""
+    liar = people[2]
+    began, believed = time.monotonic(), 3
+    for _ in range(200):
+        believed = tracker._parse_swarm_progress_data({liar.subkey: entry(liar.claims(epoch=believed + 1))}).epoch
+    assert believed <= 3 + 2 + (time.monotonic() - began) / tracker.limits.min_epoch_seconds
 
 
 def test_what_a_client_says_does_not_move_the_swarms_epoch(tracker, people):

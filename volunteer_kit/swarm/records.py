@@ -219,7 +219,7 @@ class SwarmProgressTracker(ProgressTracker):
         **kwargs,
     ):
         self.limits, self.claims_dropped = limits, 0
-        self._last_known = (0, time.monotonic())  # epoch we last believed, and when
+        self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
         if start:
@@ -251,12 +251,12 @@ class SwarmProgressTracker(ProgressTracker):
                 kept[subkey] = (claim, value.expiration_time)
             elif isinstance(value, ValueWithExpiration) and value.value is not None:
                 self.claims_dropped += 1
-        epoch, since = self._last_known
-        own_epoch = max(epoch, self.local_progress.epoch)
+        if self.local_progress.epoch != self._own_epoch[0]:
+            self._own_epoch = (self.local_progress.epoch, time.monotonic())
+        own_epoch, since = self._own_epoch
         max_advance = 2 + int((time.monotonic() - since) / self.limits.min_epoch_seconds)
         others = [c.epoch for c, _ in kept.values() if c.peer_id != own_id and not c.client_mode]
         believed = believed_epoch(others, own_epoch, max_advance)
-        self._last_known = (believed, time.monotonic())
         self.claims_dropped += sum(c.epoch > believed for c, _ in kept.values())
         trusted = {
             subkey: ValueWithExpiration(claim.dict(), expiration)
