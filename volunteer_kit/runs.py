@@ -56,6 +56,7 @@ class SwarmConfig(BaseModel):
     # Run the optimizer step in the background while the next epoch's gradients are being collected.
     delay_optimizer_step: bool = True
     # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
+    # Not ready: after a kill, peers can end with different models.
     delay_grad_averaging: bool = False
     # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
     grad_compression: Codec = "uniform8"

@@ -219,6 +219,7 @@ class SwarmProgressTracker(ProgressTracker):
         **kwargs,
     ):
         self.limits, self.claims_dropped = limits, 0
+        self.highest_claim = 0  # epoch that somebody claims, believed or not
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
@@ -256,6 +257,7 @@ class SwarmProgressTracker(ProgressTracker):
         own_epoch, since = self._own_epoch
         max_advance = 2 + int((time.monotonic() - since) / self.limits.min_epoch_seconds)
         others = [c.epoch for c, _ in kept.values() if c.peer_id != own_id and not c.client_mode]
+        self.highest_claim = max(others, default=0)
         believed = believed_epoch(others, own_epoch, max_advance)
         self.claims_dropped += sum(c.epoch > believed for c, _ in kept.values())
         trusted = {
