@@ -25,7 +25,6 @@ from volunteer_kit.swarm.state import StateRefused, SwarmStateAverager, digest
 
 logger = get_logger(__name__)
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
-DOUBT_PATIENCE = 2.0  # matchmaking times that a peer in doubt looks for a better state before it trusts its own
 ROUNDS_APART = 2  # in a row; averaging parameters mends one difference, statistics that differ bring it back
 
 
@@ -59,7 +58,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.in_doubt: str | None = None  # why our state may differ from the others'
         self._report: dict[str, Any] = {}  # of the global step under way
         self._just_loaded = False  # and not stepped since
-        self._doubting_since = self._next_settling = 0.0  # monotonic s
         self._last_met = float("-inf")  # when we last knew of another peer
         super().__init__(
             dht=peer.dht,
@@ -145,7 +143,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Count the gradients in .grad, the mean over `batch_size` samples times `grad_scale`; when the swarm has
         target_batch_size samples, average and take the global step. :returns: False if they were not finite."""
         self._grad_scale, self._taken = grad_scale, True
-        self._doubt_if_apart(ROUNDS_APART)
+        if self.state_averager.rounds_apart >= ROUNDS_APART:
+            self.in_doubt = "our state differs from what most others hold"
+            self.state_averager.rounds_apart = 0
         if self.in_doubt and self.tracker.global_progress.num_peers > 1 and self._settle_doubt():
             return True  # the gradients at hand are of the model we just gave up
         super().step(batch_size=batch_size)
@@ -197,10 +197,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._last_met = time.monotonic()
         self._declare_priority()
 
-    def _begin_averaging_gradients(self, grad_scaler) -> bool:
-        self._report["averaged"] = super()._begin_averaging_gradients(grad_scaler)
-        return self._report["averaged"]
-
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control: StepControl | None) -> None:
         """Take the averaged gradients; when the round failed, our own (they are still in the buffers), and doubt.
 
@@ -208,6 +204,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         report, outcome, failure = self._report, Round(), None
         if maybe_step_control is not None:
+            report["averaged"] = True
             try:
                 outcome = self._await_round(maybe_step_control)
             except BaseException as e:
@@ -233,7 +230,8 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _finish_report(self, report: dict[str, Any], outcome: Round, failure: str | None) -> None:
         if failure:
-            self._doubt(failure)
+            self.in_doubt = failure
+            self._declare_priority()
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
@@ -254,7 +252,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Leave a round that is being arranged. One that runs already is seen through, with weight 0: leaving it would
         make its members wait for us."""
         control, self.scheduled_grads = self.scheduled_grads, None
-        if control is None or control.done() or control.triggered:  # triggered: a delayed step waits for it
+        if control is None or control.done():
             return
         if control.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
             control.cancel()
@@ -266,35 +264,20 @@ class SwarmOptimizer(hivemind.Optimizer):
         if not self.client_mode:
             self.state_averager.state_sharing_priority = self.local_epoch - (0.5 if self.in_doubt else 0.0)
 
-    def _doubt(self, why: str) -> None:
-        self._doubting_since = self._doubting_since if self.in_doubt else time.monotonic()
-        self.in_doubt = why
-        self._declare_priority()
-
-    def _doubt_if_apart(self, rounds: int) -> None:
-        if self.state_averager.rounds_apart >= rounds:
-            self.state_averager.rounds_apart = 0
-            self._doubt("our state differs from what most others hold")
-
     def _settle_doubt(self) -> bool:
-        """Take the state of a peer that ranks above us; if there is none for a while, ours is the one that others
-        take. At once would be too early: who is at the very step we doubt declares it a moment later.
+        """Take the state of a peer that ranks above us; if there is none, ours is the one that others take.
 
         :returns: whether a state was taken
         """
-        if time.monotonic() < self._next_settling:
-            return False
-        self._next_settling = time.monotonic() + self.options.refresh_period
+        self._drop_scheduled_round()
         self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
         rank = (self.local_epoch - 0.5, self.dht.peer_id.to_bytes())
         with self.tracker.pause_updates():
             loaded = self.state_averager.load_state_from_peers(timeout=self.load_state_timeout, own_rank=rank)
             if loaded:
-                self._drop_scheduled_round()
                 self._start_epoch_anew()
-        if loaded or time.monotonic() - self._doubting_since > DOUBT_PATIENCE * self.matchmaking_time:
-            self.in_doubt = None
-            self._declare_priority()
+        self.in_doubt = None
+        self._declare_priority()
         return loaded
 
     def join(self, patience: float = 30.0) -> bool:
@@ -306,16 +289,12 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         deadline, taken = time.monotonic() + patience, False
         self.tracker.fetched_global_progress_this_epoch.wait(patience)
-        # a claim that nobody confirms yet (one peer is up, and the record of a dead one is behind it) is waited for:
-        # to take it for an empty swarm would be to start anew beside a running one
-        while max(self.tracker.global_epoch, self.tracker.highest_claim) > self.local_epoch:
-            if self.tracker.global_epoch > self.local_epoch:
-                taken = self.load_state_from_peers() or taken
-                if taken and self.local_epoch >= self.tracker.global_epoch - 1:
-                    break
+        while self.tracker.global_epoch > self.local_epoch:
+            taken = self.load_state_from_peers() or taken
+            if taken and self.local_epoch >= self.tracker.global_epoch - 1:
+                break
             if time.monotonic() > deadline:
                 break
-            self.tracker.look_again(timeout=self.matchmaking_time)
             time.sleep(min(1.0, self.options.refresh_period))
         return taken
 
@@ -342,10 +321,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Finish what runs in the background, resolve doubts. :returns: digest of parameters and statistics."""
         self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
         self._drop_scheduled_round()
-        self._doubt_if_apart(1)
-        while self.in_doubt and self.tracker.global_progress.num_peers > 1:
-            if not self._settle_doubt():
-                time.sleep(self.options.refresh_period)
+        if self.in_doubt and self.tracker.global_progress.num_peers > 1:
+            self._settle_doubt()
         return digest(self.state_averager.state_tensors())
 
     def named_state(self, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
