@@ -1,6 +1,6 @@
 """One peer of a test swarm, a process of its own: a small linear model over the real SwarmOptimizer.
 
-argv[1]: JSON settings. stdin: "finish EPOCH" and "leave" lines. stdout: one JSON event a line.
+argv[1]: JSON settings. stdin: "finish EPOCH", "damage" and "leave" lines. stdout: one JSON event a line.
 """
 
 import json
@@ -14,6 +14,7 @@ from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.state import digest
 from volunteer_kit.worker import own_stdin
 
 DIM_IN, DIM_OUT = 32, 24
@@ -23,10 +24,28 @@ def say(event: str, **fields) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
+class FaultyLamb(Lamb):
+    """Relative noise after each step, as on a processor that rounds differently (`rounding`); a larger one after the
+    next step when `damage` is set."""
+
+    def __init__(self, params, *, rounding: float, damage: threading.Event, **settings):
+        super().__init__(params, **settings)
+        self.rounding, self.damage = rounding, damage
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        noise = 1e-2 if self.damage.is_set() else self.rounding
+        self.damage.clear()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.mul_(1 + noise * torch.randn_like(parameter))
+        return loss
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    orders = {"finish": None, "leave": threading.Event()}
+    orders = {"finish": None, "damage": threading.Event(), "leave": threading.Event()}
 
     stdin = own_stdin()
 
@@ -35,6 +54,8 @@ def main() -> None:
             word, *rest = line.split()
             if word == b"finish":
                 orders["finish"] = int(rest[0])
+            elif word == b"damage":
+                orders["damage"].set()
             else:
                 break
         orders["leave"].set()
@@ -62,21 +83,25 @@ def main() -> None:
             matchmaking_time=1.5,
             averaging_timeout=20.0,
             allreduce_timeout=10.0,
-            next_chunk_timeout=5.0,
+            next_chunk_timeout=3.0,
             load_state_timeout=20.0,
             delay_optimizer_step=settings.get("delay_optimizer_step", False),
             delay_grad_averaging=settings.get("delay_grad_averaging", False),
             grad_codec=make_codec("float16", "uniform8", 512),
             state_codec=make_codec("float16", "uniform8", 512),
+            average_state_every=settings.get("average_state_every", 0),
             refresh_period=0.3,
             metadata_expiration=20.0,
         ),
         params=list(model.parameters()),
-        optimizer=lambda params: Lamb(params, lr=5e-2),
+        optimizer=lambda params: FaultyLamb(
+            params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=orders["damage"]
+        ),
     )
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch)
     train(model, truth, optimizer, settings, orders)
-    say("finished", epoch=optimizer.local_epoch, digest=optimizer.settle(), in_doubt=optimizer.in_doubt)
+    state = optimizer.settle(patience=30.0)
+    say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))
     orders["leave"].wait()
     optimizer.shutdown()
     peer.shutdown()
@@ -111,6 +136,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 received=report.received,
                 refused=report.refused,
                 failure=report.failure,
+                apart=report.apart,
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),
             )
     while not orders["leave"].is_set() and optimizer.local_epoch < orders["finish"]:

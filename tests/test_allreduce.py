@@ -487,7 +487,7 @@ def test_answers_that_nobody_asked_for_do_no_harm():
     runners, results = average(lambda: make_group(tensors, kinds={1: Talkative}))
     assert_equal_bytes(results)
     assert (flat(results[0]) - honest_mean(tensors, [0, 1, 2])).abs().max() < 1e-6
-    assert runners[0].failed_reducers == [runners[1].peer_id]
+    assert all(runner.received == 1.0 for runner in runners)
 
 
 class Silent(SwarmAllReduce):
@@ -512,6 +512,17 @@ def test_a_member_that_vanishes_is_given_up_after_its_time():
         assert (((result - mean).abs() < 1e-6) | (result == own)).all()
         assert 0.4 < runners[i].received < 1.0
         assert runners[i].failed_reducers == [runners[2].peer_id]
+
+
+def test_with_zeros_for_what_is_lost_the_others_stay_equal():
+    """With each member's own values there, a kill would set all survivors apart from each other."""
+    tensors = [make_tensors(seed) for seed in range(3)]
+    runners, results = average(lambda: make_group(tensors, kinds={2: Silent}, timeout=0.3, lost_parts_are_zero=True))
+    assert_equal_bytes(results[:2])
+    mean, result = honest_mean(tensors, [0, 1]), flat(results[0])
+    lost = result == 0
+    assert ((result - mean)[~lost].abs() < 1e-6).all() and 0.1 < lost.float().mean() < 0.6
+    assert runners[0].received == runners[1].received < 1.0
 
 
 class Stranger(SwarmAllReduce):

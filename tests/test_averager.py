@@ -22,67 +22,10 @@ from volunteer_kit.swarm.averager import (
     Round,
     SwarmAverager,
     SwarmGradientAverager,
-    common_epoch,
-    epoch_of,
-    out_of_step,
 )
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
-
-
-# --- epochs ---
-
-
-@pytest.mark.parametrize(
-    "told, epoch",
-    [
-        (7, 7),
-        (0, 0),
-        ([7, "digest"], 7),
-        ((7, "digest"), 7),
-        ([7], 7),
-        (None, None),
-        ([], None),
-        ((), None),
-        ("7", None),
-        (7.0, None),
-        (True, None),
-        ([True, "digest"], None),
-        ([[7]], None),
-        ({"epoch": 7}, None),
-        (b"7", None),
-    ],
-)
-def test_epoch_of(told, epoch):
-    assert epoch_of(told) == epoch
-
-
-@pytest.mark.parametrize(
-    "told, epoch",
-    [
-        ([], None),
-        ([None, "x"], None),
-        ([5], 5),
-        ([5, 5, 4], 5),
-        ([4, 4, 5], 4),
-        ([4, 5], 5),
-        ([5, 5, 4, 4], 5),
-        ([5, [5, "a"], [5, "b"], 10**6], 5),
-        ([None, None, None, 3], 3),
-        ([10**6, 5, 5], 5),
-    ],
-)
-def test_common_epoch(told, epoch):
-    assert common_epoch(told) == epoch
-    assert common_epoch(reversed(told)) == epoch
-
-
-def test_out_of_step():
-    gathered = {A: 5, B: [5, "digest"], C: 4, D: None}
-    assert out_of_step(gathered, 5) == {C: "at epoch 4, the others at 5"}
-    assert out_of_step(gathered, None) == {}
-    assert out_of_step({}, 5) == {}
 
 
 # --- what a microbatch counts ---

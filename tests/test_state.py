@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 
@@ -14,14 +13,14 @@ from hivemind.utils import ValueWithExpiration
 
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.swarm.agreement import sketch
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import (
     StateRefused,
     SwarmStateAverager,
     digest,
-    is_odd_one_out,
-    rank_donors,
+    read_donors,
 )
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
@@ -64,111 +63,38 @@ def test_a_digest_is_of_the_values_not_of_the_memory():
 # --- donors ---
 
 
-def declared(**priorities) -> dict:
-    peers = {"a": A, "b": B, "c": C, "d": D}
-    return {peers[name].to_bytes(): ValueWithExpiration(value, 1e10) for name, value in priorities.items()}
-
-
-def test_the_best_donor_is_asked_first():
-    assert rank_donors(declared(a=3, b=7.0, c=5), D, []) == [B, C, A]
-    assert rank_donors(declared(a=3, b=2.5), D, []) == [A, B]  # one that doubts itself ranks behind
-
-
-def test_neither_ourselves_nor_the_refused_are_asked():
-    assert rank_donors(declared(a=3, b=7, c=5), B, []) == [C, A]
-    assert rank_donors(declared(a=3, b=7, c=5), D, [B.to_bytes(), A.to_bytes()]) == [C]
-    assert rank_donors(declared(d=9), D, []) == []
-
-
-def test_equal_donors_are_asked_in_turns():
-    """Otherwise one of a hundred veterans serves all newcomers."""
-    firsts = {rank_donors(declared(a=5, b=5, c=5), D, [])[0] for _ in range(60)}
-    assert firsts == {A, B, C}
-
-
-@pytest.mark.parametrize(
-    "own, priority, asked",
-    [
-        (B, 5.0, [D, A]),  # D is ahead; A equal, with a smaller id; C equal, with a larger one
-        (A, 5.0, [D]),
-        (C, 5.0, [D, A, B]),
-        (B, 5.5, [D]),
-        (B, 9.0, []),
-        (B, 4.5, [D, A, C]),
-    ],
-)
-def test_of_several_that_doubt_themselves_exactly_one_keeps_its_state(own, priority, asked):
-    records = declared(a=5.0, b=5.0, c=5.0, d=6.0)
-    records[own.to_bytes()] = ValueWithExpiration(priority, 1e10)
-    assert rank_donors(records, own, [], (priority, own.to_bytes())) == asked
-
-
-@pytest.mark.parametrize("own_rank", [None, (1.0, D.to_bytes())])
-def test_what_strangers_declare_is_read_with_care(own_rank):
+def test_what_strangers_declare_is_read_with_care():
+    declared = {peer.to_bytes(): ValueWithExpiration([5, b"x"], 1e10) for peer in (A, D)}
     records = {
-        **declared(a=5),
+        **declared,
         "words": ValueWithExpiration(9, 1e10),
-        B.to_bytes(): ValueWithExpiration("9", 1e10),
-        C.to_bytes(): ValueWithExpiration(math.nan, 1e10),
-        b"\x12\x20" + b"\x55" * 32: ValueWithExpiration(math.inf, 1e10),
-        b"\x12\x20" + b"\x56" * 32: ValueWithExpiration(None, 1e10),
-        b"\x12\x20" + b"\x57" * 32: 9,
+        B.to_bytes(): ValueWithExpiration(None, 1e10),  # it has left
+        C.to_bytes(): 9,
+        b"": ValueWithExpiration(9, 1e10),
+        b"\xff" * 300: ValueWithExpiration(9, 1e10),
     }
-    assert rank_donors(records, D, [], own_rank) == [A]
+    assert read_donors(records, D) == {A: [5, b"x"]}, "neither ourselves nor what is no donor"
     for nothing in (None, "words", [1], {}):
-        assert rank_donors(nothing, D, [], own_rank) == []
-    for key in (b"", b"x", b"\xff" * 300):  # no peer ids: whoever is asked, an honest donor must still be
-        assert A in rank_donors({**declared(a=5), key: ValueWithExpiration(9, 1e10)}, D, [], own_rank)
+        assert read_donors(nothing, D) == {}
 
 
-# --- the odd one out ---
-
-
-@pytest.mark.parametrize(
-    "told, odd, why",
-    [
-        ({A: "x", B: "x", C: "x"}, False, "all equal"),
-        ({A: "y", B: "x", C: "x"}, True, "two hold one state, we another"),
-        ({A: "x", B: "x", C: "y"}, False, "we are with the majority"),
-        ({A: "x", B: "y", C: "z"}, False, "all differ: averaging is what helps"),
-        ({A: "x", B: "y"}, False, "two: the smaller id, ours, is followed"),
-        ({B: "x", A: "y"}, True, "two: the smaller id is the other's"),
-        ({A: "x", B: "x", C: "y", D: "y"}, False, "a tie: the smallest id, ours, is followed"),
-        ({B: "x", C: "x", A: "y", D: "y"}, True, "a tie: the smallest id is theirs"),
-        ({A: "z", B: "x", C: "x", D: "y"}, True, "the most, though no majority"),
-        ({A: "x"}, False, "alone"),
-    ],
-)
-def test_is_odd_one_out(told, odd, why):
-    own = next(iter(told))
-    assert is_odd_one_out({peer: [5, value] for peer, value in told.items()}, own) is odd, why
-
-
-def test_members_of_another_epoch_say_nothing_about_our_state():
-    assert not is_odd_one_out({A: [5, "x"], B: [4, "y"], C: [4, "y"]}, A)
-    assert is_odd_one_out({A: [5, "x"], B: [5, "y"], C: [5, "y"], D: [4, "x"]}, A)
-
-
-@pytest.mark.parametrize("told", [None, 5, [], [5], [5, ["y"]], [5, "y", "z"], {"epoch": 5}, "5y", [5, None]])
-def test_a_member_that_tells_nonsense_changes_nothing(told):
-    assert not is_odd_one_out({A: [5, "x"], B: told, C: [5, "x"]}, A)
-    assert is_odd_one_out({A: [5, "x"], B: told, C: [5, "y"], D: [5, "y"]}, A)
+X, Y = (sketch([torch.full((99,), value)], 5) for value in (1.0, 2.0))
 
 
 @pytest.mark.parametrize(
     "told, agreed",
     [
-        ([[5, "x"], [5, "x"]], True),
-        ([[5, "x"], [5, "y"]], False),
-        ([[5, "x"], [5, "x"], [5, "y"]], False),
-        ([[5, "x"], None], False),
-        ([[5, "x"], [5]], False),
-        ([[5, "x"], 5], False),
-        ([[5, "x"], [5, ["x"]]], False),
-        ([[5, "x"], [5, {"x": 1}]], False),
+        ([[5, X], [5, X]], True),
+        ([[5, X], [5, Y]], False),
+        ([[5, X], [5, X], [5, Y]], False),
+        ([[5, X], [4, X]], False),
+        ([[5, X], None], False),
+        ([[5, X], [5]], False),
+        ([[5, X], [5, {"x": 1}]], False),
+        ([[5, None], [5, None]], False),
     ],
 )
-def test_members_agree_when_all_hold_the_same_bytes(averager, told, agreed):
+def test_members_agree_when_all_hold_the_same(averager, told, agreed):
     assert averager.is_in_agreement(dict(zip((A, B, C), told, strict=False))) is agreed
 
 
@@ -369,18 +295,34 @@ def test_a_joiner_waits_for_a_step_whose_gradients_are_under_way(averager):
 
 
 def test_a_step_that_takes_longer_is_not_told_before_it_is_true(averager, monkeypatch):
-    monkeypatch.setattr("volunteer_kit.swarm.state.STEP_PATIENCE", 0.05)
+    monkeypatch.setattr("volunteer_kit.swarm.state.STEP_PATIENCE", 0.005)
     averager._step_done.clear()
     averager.local_epoch = 1
     assert averager.get_current_state()[0]["epoch"] == 0
 
 
+def test_what_is_told_is_what_is_held(averager):
+    """A round that began before the step would otherwise tell the others a model that is no more."""
+    before = averager.told
+    assert before == [0, sketch(averager.state_tensors()[:2], 0)]
+    averager.optimizer.gate.clear()
+    averager.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=True, delay_averaging=True)
+    assert averager.told == before and not averager.is_between_steps
+    averager.optimizer.gate.set()
+    averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+    assert averager.is_between_steps and averager.told == [1, sketch(averager.state_tensors()[:2], 1)]
+    metadata, tensors = donated(averager)
+    averager.adopt_state(metadata, tensors)
+    assert averager.told == [7, sketch(averager.state_tensors()[:2], 7)]
+
+
 # --- through the network ---
 
 
-def seen_donors(peer, prefix: str = "state") -> dict[PeerID, float]:
+def seen_donors(peer, prefix: str = "state") -> dict[PeerID, int]:
+    """Donor -> the epoch that it declares."""
     found = peer.dht.get(f"{prefix}.all_averagers", latest=True)
-    return {PeerID(key): entry.value for key, entry in found.value.items()} if found else {}
+    return {PeerID(key): entry.value[0] for key, entry in found.value.items()} if found else {}
 
 
 def test_a_donor_is_seen_all_the_time(peer):
@@ -410,12 +352,11 @@ def test_a_newcomer_equals_its_donor_to_the_last_bit(peer):
         for averager, epoch in [(donor, 3), (broken, 9)]:
             for _ in range(epoch):
                 averager.step(increment_epoch=True, optimizer_step=True)
-            averager.state_sharing_priority = epoch
         broken.state_tensors()[1][2] = float("nan")
         newcomer = make_averager(others[1], start=True)
         averagers.append(newcomer)
         deadline = time.monotonic() + 20
-        while not seen_donors(others[1]).items() >= {peer.peer_id: 3.0, others[0].peer_id: 9.0}.items():
+        while not seen_donors(others[1]).items() >= {peer.peer_id: 3, others[0].peer_id: 9}.items():
             assert time.monotonic() < deadline, seen_donors(others[1])
             time.sleep(0.05)
 
@@ -425,9 +366,15 @@ def test_a_newcomer_equals_its_donor_to_the_last_bit(peer):
         assert newcomer.local_epoch == 3
         assert newcomer.optimizer.state[newcomer.optimizer.param_groups[0]["params"][0]]["steps"] == 3
 
+        assert newcomer.told == donor.told and newcomer.told[0] == 3, "and says so"
+
         newcomer.local_epoch = 4  # nobody that fits is as far as we are
         assert newcomer.load_state_from_peers(timeout=30.0) is False
         assert newcomer.local_epoch == 4
+        newcomer.local_epoch = 3
+        assert newcomer.load_state_from_peers(timeout=30.0, at_least=4) is False, "nor as far as was asked for"
+        assert newcomer.load_state_from_peers(timeout=30.0, donors=[others[0].peer_id]) is False, "only who was named"
+        assert newcomer.load_state_from_peers(timeout=30.0, donors=[peer.peer_id]) is True
     finally:
         for averager in averagers:
             averager.shutdown()

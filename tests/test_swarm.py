@@ -10,15 +10,10 @@ from tests.local_swarm import local_swarm
     [
         {},
         {"delay_optimizer_step": True},
-        pytest.param(
-            {"delay_optimizer_step": True, "delay_grad_averaging": True},
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.xfail(reason="known fault: with delayed averaging peers can end apart after a kill"),
-            ],
-        ),
+        {"delay_optimizer_step": True, "delay_grad_averaging": True},
+        {"delay_optimizer_step": True, "average_state_every": 1},
     ],
-    ids=["sync", "delayed step", "delayed averaging"],
+    ids=["sync", "delayed step", "delayed averaging", "state averaging"],
 )
 def test_kill_late_joiner_and_client_mode_end_in_sync(tmp_path, delays):
     with local_swarm(tmp_path) as swarm:
@@ -38,7 +33,8 @@ def test_kill_late_joiner_and_client_mode_end_in_sync(tmp_path, delays):
 
         # parameters and statistics, to the last bit: the late joiner's statistics are its donor's
         stories = "\n\n".join(peer.story() for peer in (first, client, late))
-        assert len({(end["epoch"], end["digest"]) for end in ends}) == 1, stories
+        held = "model" if "average_state_every" in delays else "digest"  # averaging mends parameters only
+        assert len({(end["epoch"], end[held]) for end in ends}) == 1, stories
         for peer in (first, client, late):
             assert sum(e["samples"] for e in peer.events if e["event"] == "epoch") > 0
         losses = [e["loss"] for e in first.events if e["event"] == "epoch"]
@@ -66,6 +62,41 @@ def test_a_dishonest_peer_costs_its_own_samples_only(tmp_path, attack, words):
         for peer in honest:
             losses = [e["loss"] for e in peer.events if e["event"] == "epoch"]
             assert all(loss == loss and loss < 2 * losses[0] for loss in losses)
+
+
+@pytest.mark.parametrize(
+    "delays", [{}, {"delay_optimizer_step": True, "delay_grad_averaging": True}], ids=["sync", "delayed averaging"]
+)
+def test_a_damaged_model_is_found_in_the_next_round_and_mended(tmp_path, delays):
+    with local_swarm(tmp_path) as swarm:
+        *sound, damaged = peers = [swarm.add(**delays) for _ in range(3)]
+        together = max(peer.wait_epoch(2, group_size=3)["epoch"] for peer in peers)
+        for peer in peers:
+            peer.wait_epoch(together + 2, group_size=3)
+        damaged.order("damage")
+        found = damaged.wait_for(lambda e: e.get("apart") == "our model is not the others'")
+        assert found["group_size"] == 3, damaged.story()
+        mended = damaged.wait_epoch(found["epoch"] + 2, group_size=3)
+        assert mended["apart"] is None and mended["samples"] > 0
+        for peer in sound:
+            peer.wait_epoch(mended["epoch"], group_size=3)
+            since = [e for e in peer.events if e["event"] == "epoch" and e["epoch"] >= found["epoch"]]
+            assert all(e["apart"] is None for e in since), peer.story()
+        ends = swarm.finish(*peers)
+        assert len({end["digest"] for end in ends}) == 1, ends
+
+
+def test_a_processor_that_rounds_differently_sets_nobody_apart(tmp_path):
+    """Compared bit by bit, it would download the others' state after every step."""
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(), swarm.add(rounding=1e-7)]
+        for peer in peers:
+            peer.wait_epoch(1, group_size=2)
+            peer.wait_epoch(6)
+        swarm.finish(*peers)
+        for peer in peers:
+            met = [e for e in peer.events if e["event"] == "epoch" and e["group_size"] == 2]
+            assert len(met) >= 4 and all(e["apart"] is None and e["samples"] for e in met[1:]), peer.story()
 
 
 def test_a_peer_that_was_alone_follows_the_others_when_they_meet(tmp_path):

@@ -51,12 +51,12 @@ class SwarmConfig(BaseModel):
     progress_expiration: float = Field(60.0, gt=1, le=3600)
     # s a newcomer waits for the state of others. Raise it for large models on slow links.
     load_state_timeout: float = Field(600.0, gt=0, le=7200)
-    # Epochs between two comparisons of parameters and statistics; they are averaged only where they differ.
-    average_state_every: int = Field(1, ge=1, le=1000)
+    # Epochs between two rounds in which parameters are averaged, where they differ. 0: none; who is apart takes the
+    # others' state, statistics included. For lines so bad that most rounds leave most volunteers apart.
+    average_state_every: int = Field(0, ge=0, le=1000)
     # Run the optimizer step in the background while the next epoch's gradients are being collected.
     delay_optimizer_step: bool = True
     # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
-    # Not ready: after a kill, peers can end with different models.
     delay_grad_averaging: bool = False
     # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
     grad_compression: Codec = "uniform8"

@@ -325,7 +325,7 @@ class Supervisor:
         return (
             f"The worker crashed {often} ({self._how_ended()}). Samples already counted are safe.\n"
             f"  1. Read the end of its log: tail -n 50 {self.log_path}\n"
-            "  2. Check this machine: volunteer-kit doctor\n"
+            "  2. If it speaks of memory, close other programs; if of the disk, make room.\n"
             f"  3. Join again.\nThe log ends with:\n{self._log_end()}"
         )
 

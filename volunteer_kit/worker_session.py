@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STEP_EVERY = 1.0  # s between "step" events
 RECORD_EVERY = 15.0  # s between renewals of our record, a quarter of its lifetime
-FINISH_PATIENCE = 60.0  # s to reach the last epoch once the others have
+FINISH_PATIENCE = 60.0  # s to reach the last epoch once the others have, and then to hold what they hold
 
 
 class Session:
@@ -166,7 +166,7 @@ class Session:
         self.trainer.train(lambda: orders.leave.is_set() or self._has_finished(orders))
         if not orders.leave.is_set():
             self._reach(orders.finish_at)
-        self.optimizer.settle()
+        self.optimizer.settle(patience=0.0 if orders.leave.is_set() else FINISH_PATIENCE)
         path = saver.save(self.optimizer) if saver and self.optimizer.local_epoch > 0 else None
         if not orders.leave.is_set():
             epoch, samples = self.optimizer.local_epoch, self.total_samples
@@ -241,7 +241,7 @@ class Tell(Callback):
             samples=optimizer.grad_averager.local_samples_accumulated,
             samples_per_second=round(trainer.samples_per_second, 3),
             loss=loss,
-            num_peers=max(1, progress.num_peers),
+            num_peers=progress.num_peers,
             swarm_samples=progress.samples_accumulated,
             target_batch_size=optimizer.target_batch_size,
         )
@@ -266,8 +266,9 @@ class Tell(Callback):
             received_bytes=report.bytes_received,
             failure=report.failure,
         )
-        if report.failure:
-            self.session.emit("warning", kind="round", message=f"Epoch {report.epoch}: {report.failure}; catching up.")
+        trouble = report.failure or report.apart
+        if trouble:
+            self.session.emit("warning", kind="round", message=f"Epoch {report.epoch}: {trouble}; catching up.")
         for peer, why in report.refused.items():
             message = f"Left out of epoch {report.epoch}: {peer}: {why}."
             self.session.emit("warning", kind="refused", message=message)
@@ -302,7 +303,7 @@ def swarm_options(run: RunConfig) -> SwarmOptions:
         matchmaking_time=swarm.matchmaking_time,
         averaging_timeout=swarm.averaging_timeout,
         allreduce_timeout=swarm.allreduce_timeout,
-        next_chunk_timeout=swarm.allreduce_timeout / 2,
+        next_chunk_timeout=swarm.allreduce_timeout / 3,  # for a reducer twice as long, and still within the whole
         load_state_timeout=swarm.load_state_timeout,
         average_state_every=swarm.average_state_every,
         delay_optimizer_step=swarm.delay_optimizer_step,

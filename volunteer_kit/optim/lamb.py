@@ -104,12 +104,17 @@ class Lamb(ExactStateOptimizer):
         if group["weight_decay"]:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
 
-        weight_norms = torch.stack([norm.float() for norm in torch._foreach_norm(params)])  # (tensors,)
-        update_norms = torch.stack([norm.float() for norm in torch._foreach_norm(updates)])
+        weight_norms, update_norms = _norms(params).float(), _norms(updates).float()  # (tensors,)
         trust = weight_norms.clamp(max=group["clamp_value"]) / update_norms
         trust = torch.where((weight_norms > 0) & (update_norms > 0), trust, 1.0)
         torch._foreach_mul_(updates, (-group["lr"] * trust).tolist())
         torch._foreach_add_(params, updates)
+
+
+def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """L2 norms (tensors,), in float64: in float32 processors and thread counts add up in other orders, and the last
+    digit of a trust ratio sets peers apart."""
+    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
 
 
 def _global_norm(grads: list[torch.Tensor]) -> float:
@@ -119,7 +124,7 @@ def _global_norm(grads: list[torch.Tensor]) -> float:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad)
-    norms = [torch.stack([n.double() for n in torch._foreach_norm(some)]).norm() for some in by_device.values()]
+    norms = [_norms(some).norm() for some in by_device.values()]
     return math.hypot(*(norm.item() for norm in norms))
 
 

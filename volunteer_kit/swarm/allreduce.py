@@ -140,7 +140,8 @@ class SwarmAllReduce(AllReduceRunner):
 
     :param reduce: the reduction rule
     :param max_weight: a larger declared weight is a lie; in samples for gradients, 1 for state
-    :param out_of_step: members whose parts must not enter, with the reason; they get the average all the same
+    :param out_of_step: members whose parts must not enter, with the reason; they are answered all the same
+    :param lost_parts_are_zero: what stands for a part that no reducer answered: zero, or what we sent
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class SwarmAllReduce(AllReduceRunner):
         max_weight: float,
         compression: CompressionBase,
         out_of_step: Mapping[PeerID, str] = MappingProxyType({}),
+        lost_parts_are_zero: bool = False,
         **kwargs,
     ):
         super().__init__(compression=compression, **kwargs)
@@ -157,7 +159,7 @@ class SwarmAllReduce(AllReduceRunner):
         self.refused: dict[PeerID, str] = dict(out_of_step)
         self.failed_reducers: list[PeerID] = []
         self.bytes_sent = self.bytes_received = 0
-        self.tensor_part_container.return_deltas = False  # a failed reducer's slice keeps our own values
+        self.tensor_part_container.return_deltas = lost_parts_are_zero  # hivemind's name; it has no other use of it
         _retire(self.tensor_part_reducer)
         container, index = self.tensor_part_container, self.ordered_peer_ids.index(self.peer_id)
         self.tensor_part_reducer = HeldPartReducer(
@@ -219,10 +221,10 @@ class SwarmAllReduce(AllReduceRunner):
 
         async for average in amap_in_executor(
             decode,
-            aiter_with_timeout(stream, self.reducer_timeout),
+            aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout),
             max_prefetch=self.tensor_part_container.prefetch,
         ):
-            if part_index >= len(shapes) or average.shape != shapes[part_index]:
+            if average.shape != shapes[part_index]:
                 raise AllreduceException(f"{peer_id} answered with parts that nobody sent")
             if not average.is_floating_point() or not torch.isfinite(average).all():
                 raise AllreduceException(f"{peer_id} answered with values that are not finite")
@@ -230,6 +232,7 @@ class SwarmAllReduce(AllReduceRunner):
             part_index += 1
         if part_index != len(shapes):
             raise AllreduceException(f"{peer_id} answered {part_index} parts of {len(shapes)}")
+        await stream.aclose()  # the answering side waits for it: see averager.LINGER
 
     async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
         async for message in messages:
@@ -263,6 +266,15 @@ class SwarmAllReduce(AllReduceRunner):
         finally:
             if part_index != reducer.num_parts:
                 await self._ban_sender(sender)
+
+
+async def _first(stream: AsyncIterator, count: int) -> AsyncIterator:
+    """`count` messages at most, without asking for one more."""
+    for _ in range(count):
+        try:
+            yield await anext(stream)
+        except StopAsyncIteration:
+            return
 
 
 def _retire(reducer) -> None:

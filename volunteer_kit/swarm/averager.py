@@ -6,8 +6,7 @@ import asyncio
 import ctypes
 import multiprocessing as mp
 import time
-from collections import Counter
-from collections.abc import Iterable
+from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
@@ -26,9 +25,13 @@ from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Doorkeeper, IsAdmitted, admit_everybody
+from volunteer_kit.swarm.agreement import Follow, out_of_step, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
 
 logger = get_logger(__name__)
+# s; p2pd resets a stream that the answering side closes first, and what the other has not read by then is lost: one
+# answer in a few hundred, with it a slice of the average or a place in the group. Who answers waits to be hung up on.
+LINGER = 5.0
 MAX_GROUP_SIZE = 1024
 MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 100 bytes
 
@@ -37,13 +40,13 @@ MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 1
 class Round:
     """How one round of averaging went, as this member saw it.
 
-    `received` is the share of values for which an answer arrived; below 1 this member no longer equals the others.
-    `in_agreement`: all members held the same bytes already, nothing had to be sent.
+    `received` is the share of values for which an answer arrived; below 1 this member may no longer equal the others.
+    `in_agreement`: all members held the same already, nothing had to be sent.
     """
 
     group: tuple[PeerID, ...] = ()
-    gathered: dict[PeerID, Any] = field(default_factory=dict)
-    round_epoch: int | None = None  # the epoch most members are at; others' parts do not enter
+    gathered: dict[PeerID, Any] = field(default_factory=dict)  # what each member told: [epoch, sketch]
+    donors: frozenset[PeerID] = frozenset()  # members that share their state
     received: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)  # peer id -> why its part did not enter the average
     failed_reducers: tuple[str, ...] = ()
@@ -62,29 +65,16 @@ class Round:
     def values(self):
         return self.gathered.values()
 
+    def whom_to_follow(self, own_id: PeerID, own_told: Any) -> Follow | None:
+        """Whose state is the one that this round's step belongs to, if it is not ours.
 
-def epoch_of(told: Any) -> int | None:
-    """The epoch in what a member told its group: `epoch` or [epoch, digest]; None for anything else."""
-    epoch = told[0] if isinstance(told, (list, tuple)) and told else told
-    return epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else None
+        :param own_told: what we hold; what we told may be older, for we can take a state while a group comes together
+        """
+        return whom_to_follow({**self.gathered, own_id: own_told}, own_id, self.donors)
 
-
-def common_epoch(told: Iterable[Any]) -> int | None:
-    """The epoch that most members are at, the later one in a tie; None if nobody says.
-
-    hivemind forms groups without asking: a peer one epoch behind would average gradients of an old model for ever.
-    """
-    epochs = Counter(epoch for epoch in map(epoch_of, told) if epoch is not None)
-    return max(epochs, key=lambda epoch: (epochs[epoch], epoch)) if epochs else None
-
-
-def out_of_step(gathered: dict[PeerID, Any], round_epoch: int | None) -> dict[PeerID, str]:
-    """Members whose parts belong to another epoch -> why they are left out."""
-    return {
-        peer: f"at epoch {epoch_of(told)}, the others at {round_epoch}"
-        for peer, told in gathered.items()
-        if round_epoch is not None and epoch_of(told) not in (None, round_epoch)
-    }
+    def out_of_step(self) -> dict[PeerID, str]:
+        """Members whose parts do not enter, with the reason."""
+        return out_of_step(self.gathered, self.donors)
 
 
 class SwarmAverager(DecentralizedAverager):
@@ -95,6 +85,7 @@ class SwarmAverager(DecentralizedAverager):
     :param max_weight: the largest weight that anyone can have earned in one round; more is refused as a lie
     """
 
+    lost_parts_are_zero = False  # what stands where a reducer did not answer: zero, or our own values
     doorkeeper = Doorkeeper()  # of this process: run() sets the real one in the averager's own
 
     def __init__(
@@ -124,9 +115,21 @@ class SwarmAverager(DecentralizedAverager):
     def expected_group_size(self, value: int) -> None:
         self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
 
-    async def _step(self, **kwargs) -> None:
+    async def _step(self, *, step: StepControl, **kwargs) -> None:
         self._matchmaking.target_group_size = self.expected_group_size if self.expected_group_size > 1 else None
-        await super()._step(**kwargs)
+        woken = step.wait_for_cancel
+
+        async def wait_until_cancelled():
+            await woken()
+            while not step.done():  # hivemind wakes us before it marks the step; seen unmarked, the step looks on for a
+                await asyncio.sleep(0.01)  # group, finds one, and keeps it waiting for parts that never come
+
+        step.wait_for_cancel = wait_until_cancelled
+        try:
+            await super()._step(step=step, **kwargs)
+        except InvalidStateError:
+            if not step.cancelled():  # at the very moment when it ended
+                raise
 
     def run(self) -> None:
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
@@ -144,6 +147,7 @@ class SwarmAverager(DecentralizedAverager):
             return
         async for message in super().rpc_join_group(request, context):
             yield message
+        await asyncio.sleep(LINGER)
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
@@ -151,6 +155,7 @@ class SwarmAverager(DecentralizedAverager):
         self.doorkeeper.check(context.remote_id, "aggregate_part")
         async for message in super().rpc_aggregate_part(stream, context):
             yield message
+        await asyncio.sleep(LINGER)
 
     @classmethod
     def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None):
@@ -160,14 +165,17 @@ class SwarmAverager(DecentralizedAverager):
     # --- one round ---
 
     def is_in_agreement(self, gathered: dict[PeerID, Any]) -> bool:
-        """Do all members hold the same bytes, so that nothing has to be exchanged? Gradients never do."""
+        """Do all members hold the same, so that nothing has to be exchanged? Gradients never do."""
         return False
 
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **kwargs) -> Round:
         started = time.perf_counter()
         try:
             modes, bandwidths, gathered = self._read_group(group_info)
-            outcome = Round(group_info.peer_ids, gathered, common_epoch(gathered.values()))
+            donors = frozenset(
+                peer for peer, mode in zip(group_info.peer_ids, modes, strict=True) if mode == AveragingMode.NODE
+            )
+            outcome = Round(group_info.peer_ids, gathered, donors)
             if self.is_in_agreement(gathered):
                 outcome.in_agreement = True
                 self._running_groups[group_info.group_id].cancel()  # nobody will send anything
@@ -216,7 +224,8 @@ class SwarmAverager(DecentralizedAverager):
             ordered_peer_ids=group_info.peer_ids,
             reduce=self._reduce,
             max_weight=self._max_weight,
-            out_of_step=out_of_step(outcome.gathered, outcome.round_epoch),
+            out_of_step=outcome.out_of_step(),
+            lost_parts_are_zero=self.lost_parts_are_zero,
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)
@@ -238,10 +247,13 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
     """
 
     microbatches_lost: int = 0  # not finite, left out
-    epoch: int | None = None  # what the group is told; the optimizer sets it
+    told: Any = None  # what the group is told of our state; the optimizer sets it
+    # when a reducer dies, everybody loses its slice: with zeros there all still take the same step, with their own
+    # gradients each would go its own way
+    lost_parts_are_zero = True
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
-        return super().schedule_step(scheduled_time, gather=self.epoch, **kwargs)
+        return super().schedule_step(scheduled_time, gather=self.told, **kwargs)
 
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int, grad_scale: float = 1.0) -> bool:

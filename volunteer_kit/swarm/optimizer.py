@@ -1,34 +1,31 @@
-"""hivemind.Optimizer for one run: our averagers under it, and a peer that doubts its own state asks the others."""
+"""hivemind.Optimizer for one run: our averagers under it, and the global step."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-import hivemind
-import torch
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.compression import NoCompression
-from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import IsAdmitted, admit_everybody
 from volunteer_kit.swarm.allreduce import Reduce
 from volunteer_kit.swarm.averager import Round, SwarmGradientAverager
+from volunteer_kit.swarm.following import FollowingOptimizer
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
-from volunteer_kit.swarm.state import StateRefused, SwarmStateAverager, digest
+from volunteer_kit.swarm.state import SwarmStateAverager
 
-logger = get_logger(__name__)
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
-ROUNDS_APART = 2  # in a row; averaging parameters mends one difference, statistics that differ bring it back
+NEVER = 2**31  # epochs between rounds of state averaging
 
 
-class SwarmOptimizer(hivemind.Optimizer):
+class SwarmOptimizer(FollowingOptimizer):
     """hivemind.Optimizer with checked, equal averaging and exact state transfer.
 
     :param peer: a running Peer
@@ -55,10 +52,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.options = options
         self.reports: deque[StepReport] = deque(maxlen=1000)  # of global steps not yet taken by the trainer
         self._seams = {"is_admitted": is_admitted, "reduce": reduce}
-        self.in_doubt: str | None = None  # why our state may differ from the others'
         self._report: dict[str, Any] = {}  # of the global step under way
-        self._just_loaded = False  # and not stepped since
-        self._last_met = float("-inf")  # when we last knew of another peer
         super().__init__(
             dht=peer.dht,
             run_id=options.run_key,
@@ -71,7 +65,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             allreduce_timeout=options.allreduce_timeout,
             next_chunk_timeout=options.next_chunk_timeout,
             load_state_timeout=options.load_state_timeout,
-            average_state_every=options.average_state_every,
+            average_state_every=options.average_state_every or NEVER,
             offload_optimizer=True,
             delay_optimizer_step=options.delay_optimizer_step,
             delay_grad_averaging=options.delay_grad_averaging,
@@ -143,19 +137,20 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Count the gradients in .grad, the mean over `batch_size` samples times `grad_scale`; when the swarm has
         target_batch_size samples, average and take the global step. :returns: False if they were not finite."""
         self._grad_scale, self._taken = grad_scale, True
-        if self.state_averager.rounds_apart >= ROUNDS_APART:
-            self.in_doubt = "our state differs from what most others hold"
-            self.state_averager.rounds_apart = 0
-        if self.in_doubt and self.tracker.global_progress.num_peers > 1 and self._settle_doubt():
+        if self._follow is not None and self._catch_up():
             return True  # the gradients at hand are of the model we just gave up
         super().step(batch_size=batch_size)
         return self._taken
 
     def _should_load_state_from_peers(self) -> bool:
-        """Behind the others by more than a step under way. A newcomer that is one epoch behind after its download takes
-        part in the next round, where it is told the rest: it would otherwise download for ever beside fast peers."""
+        """Behind the others by more than a step under way.
+
+        A newcomer that is one epoch behind after its download takes part in the next round, where it is told what to
+        take: it would otherwise download for ever beside fast peers. And with delay_grad_averaging the others count
+        an epoch when its round begins, so that one epoch behind means: go into that round.
+        """
         behind = self.tracker.global_epoch - self.local_epoch
-        if behind <= 0 or (behind == 1 and self._just_loaded):
+        if behind <= 0 or (behind == 1 and (self._just_loaded or self.delay_grad_averaging)):
             return False
         return super()._should_load_state_from_peers()
 
@@ -166,53 +161,66 @@ class SwarmOptimizer(hivemind.Optimizer):
         return self._taken
 
     def _maybe_schedule_gradient_averaging(self) -> None:
-        self.grad_averager.epoch = self.local_epoch
-        self.grad_averager.expected_group_size = self.tracker.global_progress.num_peers
-        super()._maybe_schedule_gradient_averaging()
+        """Not before the last step is done: members tell each other what they hold when they look for a group."""
+        if self.state_averager.is_between_steps:
+            self._prepare_to_meet()
+            super()._maybe_schedule_gradient_averaging()
+
+    def _prepare_to_meet(self) -> None:
+        self.grad_averager.told = self.state_averager.told
+        for averager in (self.grad_averager, self.state_averager):
+            averager.expected_group_size = self.tracker.global_progress.num_peers
 
     def _maybe_schedule_state_averaging(self) -> None:
-        """Never ahead: members tell each other what they hold after the step, so the round begins after it."""
+        """Never ahead: members tell each other what they hold after the step."""
 
     # --- the global step ---
 
     def _update_global_epoch(self, grad_scaler) -> None:
+        self._finish_updates()
+        if self._follow is not None:
+            return  # a step in the background has told us that our state is not the others'
         if self.tracker.global_progress.num_peers <= 1:
             self.tracker.look_again(timeout=self.matchmaking_time)
             if self.tracker.global_progress.num_peers > 1:
                 return  # we were about to step alone; the next microbatch counts with theirs
-        self.grad_averager.epoch, self._just_loaded = self.local_epoch, False
-        self.grad_averager.expected_group_size = self.tracker.global_progress.num_peers
-        self.state_averager.expected_group_size = self.tracker.global_progress.num_peers
+        self._just_loaded = False
+        self._prepare_to_meet()
+        if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
+            self.scheduled_grads = None  # of the last round; hivemind, finding it here, would begin none and step alone
         report = self._report = {
             "epoch": self.local_epoch + 1,
             "samples": self.grad_averager.local_samples_accumulated,
+            "told": self.state_averager.told,
             "started": time.perf_counter(),
         }
         met_others = self.tracker.global_progress.num_peers > 1
         super()._update_global_epoch(grad_scaler)
-        if not report.get("averaged"):  # alone; right if we are, and wrong if we just could not see the others
+        if not report["averaged"]:  # alone; right if we are, and wrong if we just could not see the others
             seen_lately = time.monotonic() - self._last_met < 2 * self.options.metadata_expiration
             self._finish_report(report, Round(), "stepped alone, though others were here" if seen_lately else None)
         if met_others:
             self._last_met = time.monotonic()
-        self._declare_priority()
+
+    def _begin_averaging_gradients(self, grad_scaler) -> bool:
+        self._report["averaged"] = super()._begin_averaging_gradients(grad_scaler)
+        return self._report["averaged"]
 
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control: StepControl | None) -> None:
-        """Take the averaged gradients; when the round failed, our own (they are still in the buffers), and doubt.
+        """Take the averaged gradients; our own, still in the buffers, when there was no round.
 
         With delay_grad_averaging hivemind calls this in a background thread.
         """
         report, outcome, failure = self._report, Round(), None
         if maybe_step_control is not None:
-            report["averaged"] = True
+            own_id = self.dht.peer_id
             try:
                 outcome = self._await_round(maybe_step_control)
             except BaseException as e:
                 failure = f"no round of averaging: {e!r}"
-            if not outcome.complete:
-                failure = f"received {outcome.received:.1%} of the averaged gradients"
-            elif outcome.round_epoch is not None and outcome.round_epoch != report["epoch"] - 1:
-                failure = f"the others were at epoch {outcome.round_epoch + 1}"
+            if outcome.group:
+                self._follow = outcome.whom_to_follow(own_id, report["told"])
+                failure = outcome.out_of_step().get(own_id)
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure)
@@ -229,9 +237,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             return control.result(self.averaging_timeout)
 
     def _finish_report(self, report: dict[str, Any], outcome: Round, failure: str | None) -> None:
-        if failure:
-            self.in_doubt = failure
-            self._declare_priority()
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
@@ -243,117 +248,6 @@ class SwarmOptimizer(hivemind.Optimizer):
                 bytes_received=outcome.bytes_received,
                 refused=outcome.refused,
                 failure=failure,
+                apart=self._follow.why if self._follow is not None else None,
             )
         )
-
-    # --- agreeing with the others ---
-
-    def _drop_scheduled_round(self) -> None:
-        """Leave a round that is being arranged. One that runs already is seen through, with weight 0: leaving it would
-        make its members wait for us."""
-        control, self.scheduled_grads = self.scheduled_grads, None
-        if control is None or control.done():
-            return
-        if control.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
-            control.cancel()
-        else:
-            self._tag_along_with_zero_weight(control)
-
-    def _declare_priority(self) -> None:
-        """Tell joiners how good a donor we are: by epoch, and behind those that do not doubt their own state."""
-        if not self.client_mode:
-            self.state_averager.state_sharing_priority = self.local_epoch - (0.5 if self.in_doubt else 0.0)
-
-    def _settle_doubt(self) -> bool:
-        """Take the state of a peer that ranks above us; if there is none, ours is the one that others take.
-
-        :returns: whether a state was taken
-        """
-        self._drop_scheduled_round()
-        self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
-        rank = (self.local_epoch - 0.5, self.dht.peer_id.to_bytes())
-        with self.tracker.pause_updates():
-            loaded = self.state_averager.load_state_from_peers(timeout=self.load_state_timeout, own_rank=rank)
-            if loaded:
-                self._start_epoch_anew()
-        self.in_doubt = None
-        self._declare_priority()
-        return loaded
-
-    def join(self, patience: float = 30.0) -> bool:
-        """Look for the swarm and take its state, before the first microbatch. :returns: whether a state was taken.
-
-        hivemind finds out only while it trains: the newcomer's first round would be one of epoch 0 among veterans.
-
-        :param patience: s to wait for the first look at the others' progress, and for a donor to answer
-        """
-        deadline, taken = time.monotonic() + patience, False
-        self.tracker.fetched_global_progress_this_epoch.wait(patience)
-        while self.tracker.global_epoch > self.local_epoch:
-            taken = self.load_state_from_peers() or taken
-            if taken and self.local_epoch >= self.tracker.global_epoch - 1:
-                break
-            if time.monotonic() > deadline:
-                break
-            time.sleep(min(1.0, self.options.refresh_period))
-        return taken
-
-    def load_state_from_peers(self, **kwargs) -> bool:
-        """Adopt the newest state from the best donor, drop local progress. :returns: whether a state was adopted."""
-        self._drop_scheduled_round()
-        self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
-        with self.tracker.pause_updates():
-            loaded = self.state_averager.load_state_from_peers(timeout=self.load_state_timeout, **kwargs)
-            if not loaded:
-                logger.warning("No peer shares a newer state yet")
-            if loaded:
-                self.in_doubt, self._last_met = None, time.monotonic()
-            self._start_epoch_anew()
-        return loaded
-
-    def _start_epoch_anew(self) -> None:
-        self._just_loaded = True
-        self.tracker.report_local_progress(local_epoch=self.local_epoch, samples_accumulated=0)
-        self.grad_averager.reset_accumulated_grads_()
-        self._declare_priority()
-
-    def settle(self) -> str:
-        """Finish what runs in the background, resolve doubts. :returns: digest of parameters and statistics."""
-        self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
-        self._drop_scheduled_round()
-        if self.in_doubt and self.tracker.global_progress.num_peers > 1:
-            self._settle_doubt()
-        return digest(self.state_averager.state_tensors())
-
-    def named_state(self, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """A consistent copy for a checkpoint: parameters by name, statistics as "optimizer/NAME/STATISTIC", and
-        what belongs into its meta (epoch, counters).
-
-        :param names: of the parameters, in the order of the parameter groups
-        """
-        metadata, tensors, _ = self.state_averager.get_current_state()
-        keys = [*names, *self.state_averager.statistic_keys(names)]
-        return dict(zip(keys, tensors, strict=True)), metadata
-
-    def load_named_state(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: dict) -> None:
-        """Continue from what named_state gave. Raises StateRefused if it does not fit this model and optimizer."""
-        keys = [*names, *self.state_averager.statistic_keys(names)]
-        missing = [key for key in keys if key not in tensors]
-        if missing:
-            raise StateRefused(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more")
-        state = [tensors[key] for key in keys]
-        self.state_averager.check_state(metadata, state)
-        self.state_averager.adopt_state(metadata, state)
-        with self.tracker.pause_updates():
-            self._start_epoch_anew()
-
-    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put an earlier training_state() back; the epoch goes on (a maximum of claims would undo going back)."""
-        self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
-        metadata, _, _ = self.state_averager.get_current_state()
-        self.state_averager.adopt_state(metadata, list(tensors))
-        self.grad_averager.reset_accumulated_grads_()
-
-    def training_state(self) -> list[torch.Tensor]:
-        """The optimizer's own (CPU, float32) parameters and statistics, as a joiner would download them."""
-        return self.state_averager.state_tensors()

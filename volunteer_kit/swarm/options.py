@@ -17,7 +17,8 @@ class SwarmOptions:
         rounds have fewer members than the swarm
     :param averaging_timeout: s after which a round is given up; twice what a round takes
     :param next_chunk_timeout: s without a part from a member after which it is given up
-    :param average_state_every: epochs between comparisons of parameters (nothing is sent while they agree)
+    :param average_state_every: epochs between rounds in which parameters are averaged if they differ; 0: none, who is
+        apart downloads. For lines so bad that most rounds leave most peers apart
     :param delay_optimizer_step: step in the background, apply at the next call: one epoch of staleness
     :param delay_grad_averaging: average in the background as well
     :param grad_codec: what gradients travel in; `state_codec`: parameters, when they differ
@@ -32,7 +33,7 @@ class SwarmOptions:
     allreduce_timeout: float = 60.0
     next_chunk_timeout: float = 30.0
     load_state_timeout: float = 600.0
-    average_state_every: int = 1
+    average_state_every: int = 0
     delay_optimizer_step: bool = True
     delay_grad_averaging: bool = False
     grad_codec: CompressionBase = field(default_factory=NoCompression)
@@ -46,7 +47,8 @@ class SwarmOptions:
 class StepReport:
     """One applied global step, as this peer saw it.
 
-    `samples`: this peer's own that were in it; `failure`: why they did not reach the others, None if they did.
+    `samples`: this peer's own that were in it; `failure`: why they did not reach the others, None if they did;
+    `apart`: why our state is not the others', who is being followed, None if it is theirs.
     """
 
     epoch: int
@@ -58,6 +60,7 @@ class StepReport:
     bytes_received: int
     refused: dict[str, str]
     failure: str | None = None
+    apart: str | None = None
 
     @property
     def counted(self) -> int:

@@ -244,7 +244,7 @@ class SwarmProgressTracker(ProgressTracker):
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         if not isinstance(metadata, dict):
-            return super()._parse_swarm_progress_data(None)
+            metadata = {}
         now, kept, own_id = get_dht_time(), {}, self.dht.peer_id.to_bytes()
         for subkey, value in metadata.items():
             claim = parse_record(LocalTrainingProgress, subkey, value)
@@ -259,10 +259,12 @@ class SwarmProgressTracker(ProgressTracker):
         others = [c.epoch for c, _ in kept.values() if c.peer_id != own_id and not c.client_mode]
         self.highest_claim = max(others, default=0)
         believed = believed_epoch(others, own_epoch, max_advance)
-        self.claims_dropped += sum(c.epoch > believed for c, _ in kept.values())
-        trusted = {
-            subkey: ValueWithExpiration(claim.dict(), expiration)
-            for subkey, (claim, expiration) in kept.items()
-            if claim.epoch <= believed
-        }
-        return super()._parse_swarm_progress_data(trusted)
+        # a peer in client mode does not make the epoch, but may be the first to begin the next one
+        trusted = {key: kept[key] for key in kept if kept[key][0].epoch <= believed + kept[key][0].client_mode}
+        self.claims_dropped += len(kept) - len(trusted)
+        progress = super()._parse_swarm_progress_data(
+            {subkey: ValueWithExpiration(claim.dict(), expiration) for subkey, (claim, expiration) in trusted.items()}
+        )
+        # hivemind counts records, and takes itself for alone while its own is not stored yet
+        progress.num_peers = 1 + sum(claim.peer_id != own_id for claim, _ in trusted.values())
+        return progress

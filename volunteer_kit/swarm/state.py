@@ -7,12 +7,14 @@ settings (learning rate, betas) is adopted, and what does not fit or is not fini
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hashlib
 import math
+import multiprocessing as mp
 import random
+import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
@@ -28,13 +30,16 @@ from hivemind.utils.asyncio import aiter_with_timeout
 from hivemind.utils.logging import get_logger
 from hivemind.utils.streaming import combine_from_streaming
 
+from volunteer_kit.swarm.agreement import MAX_EPOCH, SKETCH_SIZE, prevailing, rank_donors, read_all, sketch
 from volunteer_kit.swarm.averager import Round, SwarmAverager
 
 logger = get_logger(__name__)
-MAX_EPOCH = 2**31
 MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
 MAX_METADATA_BYTES = 2**16
-STEP_PATIENCE = 2.0  # s that a joiner waits for a step under way; the state before it would be behind on arrival
+# a joiner waits for a step under way, this share of what it waits for bytes: the state before it is behind on arrival
+STEP_PATIENCE = 0.8
+UPDATE_PATIENCE = 900.0  # s; longer than any round, which has its own timeouts
+TOLD = struct.Struct(f"<q{4 * SKETCH_SIZE}s")  # what the averager's process must know: epoch, sketch
 
 
 class StateRefused(ValueError):
@@ -53,8 +58,8 @@ def digest(tensors) -> str:
 class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
     """Parameters and statistics of this peer; averages parameters when, and only when, members differ.
 
-    Members first compare digests of their parameters. Equal answers keep them equal, so most rounds send nothing;
-    after a lost part or a missed round the digests differ and the parameters are averaged.
+    After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
+    donor. In a round of state averaging nothing is sent while all members hold the same.
     """
 
     last_round: Round | None = None  # of state averaging, None after a failure
@@ -65,13 +70,43 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
         # is the old model under the new number, and its statistics would differ from everybody's for good
         self._step_done, self._state_epoch = threading.Event(), 0
         self._step_done.set()
-        self.rounds_apart = 0  # comparisons in a row in which most others agreed with each other and not with us
+        self._told = mp.Array("c", TOLD.size)
         super().__init__(**kwargs)
+        self.describe()
 
-    def step(self, *args, optimizer_step: bool = False, **kwargs):
+    def step(self, *args, optimizer_step: bool = False, wait_for_delayed_updates: bool | None = None, **kwargs):
+        if wait_for_delayed_updates:  # hivemind waits for allreduce_timeout, then goes on beside a step still running
+            concurrent.futures.wait(self.pending_updates, timeout=UPDATE_PATIENCE)
         if optimizer_step:
             self._step_done.clear()
-        return super().step(*args, optimizer_step=optimizer_step, **kwargs)
+        return super().step(
+            *args, optimizer_step=optimizer_step, wait_for_delayed_updates=wait_for_delayed_updates, **kwargs
+        )
+
+    # --- what we say that we hold ---
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No step is under way: what we tell is what the next round begins with."""
+        return self._step_done.is_set()
+
+    @property
+    def told(self) -> list:
+        """[epoch, sketch of the parameters], of one moment."""
+        return list(TOLD.unpack(self._told.raw))
+
+    def describe(self) -> None:
+        """Look at the state anew, after it changed; and tell those who look for a donor."""
+        epoch = self._state_epoch
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._told.raw = TOLD.pack(epoch, sketch(parameters, seed=epoch))
+        if self.allow_state_sharing and self.is_alive():
+            self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
+
+    def declared(self) -> dict[PeerID, Any]:
+        """What the other donors say that they hold."""
+        found = self.dht.get(f"{self.prefix}.all_averagers", latest=True)
+        return read_donors(found.value if found else {}, self.peer_id)
 
     # --- what is downloaded: own tensors, in a fixed order and in their own types ---
 
@@ -95,7 +130,7 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
         return [*parameters, *self.extra_tensors, *statistics]
 
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
-        self._step_done.wait(STEP_PATIENCE)
+        self._step_done.wait(STEP_PATIENCE * self.next_chunk_timeout)
         with torch.no_grad(), self.lock_averaged_tensors:
             tensors = [tensor.detach().cpu().clone() for tensor in self.state_tensors()]
             numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
@@ -145,28 +180,32 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
             self._load_local_tensors_into_averager_()
         self.local_epoch = self._state_epoch = metadata["epoch"]
         self._update_scheduler()
+        self.describe()
 
-    def load_state_from_peers(self, timeout: float | None = None, own_rank: tuple | None = None, **_) -> bool:
-        """Download the newest state that fits from the best donor. :returns: whether one was adopted.
+    def load_state_from_peers(
+        self, timeout: float | None = None, at_least: int | None = None, donors: Sequence[PeerID] | None = None, **_
+    ) -> bool:
+        """Download a state that fits. :returns: whether one was adopted.
 
-        :param own_rank: (priority, peer id) of ourselves: donors that rank lower are not asked, so that of several
-            peers that doubt themselves exactly one keeps its state and the others follow it
+        :param at_least: the epoch that it must have; by default ours
+        :param donors: ask these; by default all that declare themselves, best first
         """
-        refused: list[bytes] = []
+        at_least, refused = self.local_epoch if at_least is None else at_least, []
+        asked = None if donors is None else [donor.to_bytes() for donor in donors]
         deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
         while time.monotonic() < deadline:
             future = MPFuture()
-            self._outer_pipe.send(("_download_state", [], {"future": future, "refused": refused, "own_rank": own_rank}))
+            self._outer_pipe.send(("_download_state", [], {"future": future, "refused": refused, "donors": asked}))
             found = future.result(timeout=None if math.isinf(deadline) else max(0.1, deadline - time.monotonic()))
             if found is None:
                 return False
             donor, metadata, tensors = found
             try:
                 self.check_state(metadata, tensors)
-                if metadata["epoch"] < self.local_epoch:
-                    raise StateRefused(f"epoch {metadata['epoch']} is behind ours")
+                if metadata["epoch"] < at_least:
+                    raise StateRefused(f"epoch {metadata['epoch']}, and {at_least} is needed")
             except StateRefused as e:
-                logger.warning(f"State of {PeerID(donor)} refused: {e}")
+                logger.info(f"State of {PeerID(donor)} refused: {e}")
                 refused.append(donor)
                 continue
             self.adopt_state(metadata, tensors)
@@ -184,17 +223,17 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
             self._state_updated.clear()
             shared = self.allow_state_sharing
             if shared or was_shared:
-                asyncio.create_task(self._declare(self.state_sharing_priority if shared else None))
+                asyncio.create_task(self._declare(self.told if shared else None))
             was_shared = shared
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period)
 
-    async def _declare(self, priority: float | None) -> None:
+    async def _declare(self, told: list | None) -> None:
         with suppress(Exception):  # the next one follows soon
             stored = self.dht.store(
-                f"{self._matchmaking.group_key_manager.prefix}.all_averagers",
+                f"{self.prefix}.all_averagers",
                 subkey=self.peer_id.to_bytes(),
-                value=priority,
+                value=told,
                 expiration_time=get_dht_time() + 2 * self.declare_state_period,
                 return_future=True,
             )
@@ -207,12 +246,18 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
         async for message in super().rpc_download_state(request, context):
             yield message
 
-    async def _download_state(self, future: MPFuture, refused: list[bytes], own_rank: tuple | None) -> None:
-        """One attempt through the donors in order of priority. Sets (donor, metadata, tensors) or None."""
+    async def _download_state(self, future: MPFuture, refused: list[bytes], donors: list[bytes] | None) -> None:
+        """One attempt through the donors, best first. Sets (donor, metadata, tensors) or None."""
         try:
-            prefix = self._matchmaking.group_key_manager.prefix
-            found = await self.dht.get(f"{prefix}.all_averagers", latest=True, return_future=True)
-            for donor in rank_donors(found.value if found else {}, self.peer_id, refused, own_rank):
+            if donors is None:
+                found = await self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
+                told = read_donors(found.value if found else {}, self.peer_id)
+                ranked = rank_donors(told, random.sample(sorted(told), len(told)))
+            else:
+                ranked = [PeerID(donor) for donor in random.sample(donors, len(donors))]
+            for donor in ranked:
+                if donor.to_bytes() in refused:
+                    continue
                 try:
                     metadata, tensors = await self._download_from(donor)
                 except Exception as e:
@@ -250,8 +295,9 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
     # --- keeping parameters equal ---
 
     def is_in_agreement(self, gathered: dict[PeerID, Any]) -> bool:
-        held = {held_digest(told) for told in gathered.values()}
-        return len(held) == 1 and None not in held
+        said = read_all(gathered)
+        epochs = {one.epoch for one in said.values()}
+        return len(epochs) == 1 and prevailing(said, epochs.pop(), said) == frozenset(gathered)
 
     def _do(
         self, wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, grad_scaler,
@@ -270,68 +316,40 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
                         self.optimizer.step()
                         self._state_epoch = self.local_epoch
                 self._update_scheduler()
-                self._step_done.set()
                 self.finished_optimizer_step.set()
+            self.describe()
             if averaging_round:
                 with self.lock_averaging:
                     self._average_parameters(timeout)
-                self.finished_averaging_round.set()
         except Exception:
             logger.exception("The delayed update failed")
-            self._step_done.set()
             self.finished_optimizer_step.set()
-            self.finished_averaging_round.set()
+        finally:
+            self._step_done.set()
+            if averaging_round:
+                self.finished_averaging_round.set()
 
     def _average_parameters(self, timeout: float | None) -> None:
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
-        with self.get_tensors() as tensors:
-            holds = [self.local_epoch, digest(tensors)]
         self.last_round = None
         try:
-            control = DecentralizedAverager.step(self, gather=holds, timeout=timeout, require_trigger=True, wait=False)
+            control = DecentralizedAverager.step(
+                self, gather=self.told, timeout=timeout, require_trigger=True, wait=False
+            )
             control.allow_allreduce()
             self.last_round = control.result(timeout=timeout)
-            apart = is_odd_one_out(self.last_round.gathered, self.dht.peer_id)
-            self.rounds_apart = self.rounds_apart + 1 if apart else 0
         except BaseException as e:
             logger.log(self.status_loglevel, f"State averaging failed: {e!r}")
+        if self.last_round is not None and not self.last_round.in_agreement:
+            self.describe()
 
 
-def held_digest(told: Any) -> str | None:
-    """The digest in what a member told its group, [epoch, digest]; None for anything else."""
-    return told[1] if isinstance(told, list) and len(told) == 2 and isinstance(told[1], str) else None
-
-
-def is_odd_one_out(gathered: dict[PeerID, Any], own_id: PeerID) -> bool:
-    """Do most members of our epoch hold one state, and we another? Between two, the smaller peer id is followed."""
-    own = gathered.get(own_id)
-    held = {peer: told[1] for peer, told in gathered.items() if held_digest(told) and told[0] == own[0]}
-    counts = Counter(held.values())
-    most = max(counts.values())
-    leading = {value for value, count in counts.items() if count == most}
-    if own[1] not in leading:
-        return True
-    if len(leading) == 1 or most == 1 and len(held) > 2:  # all differ: averaging is what helps
-        return False
-    return held[min(peer for peer in held if held[peer] in leading)] != own[1]
-
-
-def rank_donors(
-    records: Any, own_id: PeerID, refused: list[bytes], own_rank: tuple[float, bytes] | None = None
-) -> list[PeerID]:
-    """Donors to ask, best first: by declared priority (the epoch), ties at random; or, when we only doubt our own
-    state, those that rank above ourselves by (priority, then smaller peer id)."""
-    ranked = []
-    for key, info in records.items() if isinstance(records, dict) else ():
-        if not isinstance(key, bytes) or len(key) > MAX_PEER_ID_BYTES or not isinstance(info, ValueWithExpiration):
-            continue
-        if not isinstance(info.value, (int, float)) or not math.isfinite(info.value):
-            continue
-        if key == own_id.to_bytes() or key in refused:
-            continue
-        if own_rank is None:
-            ranked.append((float(info.value), random.random(), key))
-        elif info.value > own_rank[0] or (info.value == own_rank[0] and key < own_rank[1]):
-            ranked.append((float(info.value), -int.from_bytes(key, "big") / 2.0 ** (8 * len(key)), key))
-    return [PeerID(key) for *_, key in sorted(ranked, reverse=True)]
+def read_donors(records: Any, own_id: PeerID) -> dict[PeerID, Any]:
+    """The DHT's list of donors, ours left out -> what each says that it holds, unread."""
+    return {
+        PeerID(key): info.value
+        for key, info in (records.items() if isinstance(records, dict) else ())
+        if isinstance(key, bytes) and 0 < len(key) <= MAX_PEER_ID_BYTES and key != own_id.to_bytes()
+        if isinstance(info, ValueWithExpiration) and info.value is not None
+    }

@@ -1,0 +1,276 @@
+"""Who is apart and whom it follows: the same list must lead every member to the same answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hivemind.p2p import PeerID
+from hypothesis import given, settings
+
+from volunteer_kit.swarm.agreement import (
+    SKETCH_SIZE,
+    TOLERANCE,
+    Told,
+    common_epoch,
+    distance,
+    out_of_step,
+    prevailing,
+    rank_donors,
+    read_all,
+    read_told,
+    sketch,
+    whom_to_follow,
+)
+
+A, B, C, D, E = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 6))
+PEERS = {"a": A, "b": B, "c": C, "d": D, "e": E}
+
+
+def model(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in [(64, 48), (48,), (7, 5, 3), (), (0,)]]
+
+
+HELD = {name: sketch(model(seed), seed=3) for seed, name in enumerate("xyz")}
+
+
+def telling(**told) -> dict[PeerID, list]:
+    """a="5x" -> peer A tells epoch 5 and the sketch of model x."""
+    return {PEERS[name]: [int(words[:-1]), HELD[words[-1]]] for name, words in told.items()}
+
+
+# --- sketches ---
+
+
+def apart(one: list[torch.Tensor], other: list[torch.Tensor], seed: int = 0) -> float:
+    return distance(*(np.frombuffer(sketch(tensors, seed), "<f4") for tensors in (one, other)))
+
+
+def test_equal_models_have_equal_sketches_and_another_seed_has_another():
+    assert sketch(model(), 5) == sketch([tensor.clone() for tensor in model()], 5)
+    assert sketch(model(), 5) != sketch(model(), 6)
+    assert len(sketch(model(), 5)) == 4 * SKETCH_SIZE
+    assert sketch([], 5) == bytes(4 * SKETCH_SIZE)
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-2, 1e-4])
+def test_the_distance_of_sketches_estimates_that_of_models(share):
+    generator, base = torch.Generator().manual_seed(1), model()
+    ratios = []
+    for seed in range(60):
+        moved = [tensor + share * torch.randn(tensor.shape, generator=generator) for tensor in base]
+        flat, other = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (base, moved))
+        true = ((flat - other).norm() / max(flat.norm(), other.norm())).item()
+        ratios.append(apart(base, moved, seed) / true)
+    assert 0.8 < sum(ratios) / len(ratios) < 1.25 and min(ratios) > 0.3 and max(ratios) < 3
+
+
+def test_one_value_that_differs_is_seen_wherever_it_stands():
+    base = model()
+    norm = torch.cat([tensor.flatten() for tensor in base]).norm()
+    for tensor in range(3):
+        for index in (0, -1):
+            moved = [tensor.clone() for tensor in base]
+            moved[tensor].view(-1)[index] += 0.01 * norm
+            assert apart(base, moved) > TOLERANCE
+
+
+def test_rounding_is_no_difference_and_a_missed_part_is():
+    base = model()
+    rounded = [tensor * (1 + 1e-6 * torch.randn(tensor.shape)) for tensor in base]
+    assert apart(base, rounded) < TOLERANCE
+    missed = [base[0] * 1.0025, *base[1:]]  # LAMB moves a tensor by lr 2.5e-3 times its norm
+    missed[0][:43] = base[0][:43]  # all but a third of it was received
+    assert apart(base, missed) > TOLERANCE
+
+
+def test_large_and_half_precision_tensors_are_sketched_in_parts(monkeypatch):
+    whole = sketch(model(), 0)
+    monkeypatch.setattr("volunteer_kit.swarm.agreement.CHUNK", 64)  # signs are drawn anew for each part
+    assert len(sketch(model(), 0)) == len(whole)
+    halves = [tensor.bfloat16() for tensor in model()]
+    assert apart(halves, [tensor.float() for tensor in halves]) == 0.0
+    assert apart(model(), [tensor + 0.1 for tensor in model()]) > TOLERANCE
+
+
+def test_another_process_draws_the_same_signs():
+    code = "import torch; from volunteer_kit.swarm.agreement import sketch; print(sketch([torch.ones(99)], 7).hex())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout.strip() == sketch([torch.ones(99)], 7).hex()
+
+
+# --- what strangers tell ---
+
+
+@pytest.mark.parametrize(
+    "told, epoch, readable",
+    [
+        ([7, HELD["x"]], 7, True),
+        ((7, HELD["x"]), 7, True),
+        ([0, HELD["x"]], 0, True),
+        ([7], 7, False),
+        ([7, None], 7, False),
+        ([7, "x" * 64], 7, False),
+        ([7, HELD["x"][:-1]], 7, False),
+        ([7, HELD["x"] + b"x"], 7, False),
+        ([7, np.full(SKETCH_SIZE, np.nan, "<f4").tobytes()], 7, False),
+        ([7, np.full(SKETCH_SIZE, np.inf, "<f4").tobytes()], 7, False),
+        ([7, HELD["x"], 1], 7, False),
+        (7, None, False),
+        (None, None, False),
+        ([], None, False),
+        ("7x", None, False),
+        (b"7x", None, False),
+        ([7.0, HELD["x"]], None, False),
+        ([True, HELD["x"]], None, False),
+        ([-1, HELD["x"]], None, False),
+        ([2**31, HELD["x"]], None, False),
+        ([[7], HELD["x"]], None, False),
+        ({0: 7, 1: HELD["x"]}, None, False),
+    ],
+)
+def test_read_told(told, epoch, readable):
+    said = read_told(told)
+    assert (said.epoch if said else None) == epoch
+    assert (said is not None and said.sketch is not None) is readable
+
+
+# --- who is right ---
+
+
+@pytest.mark.parametrize(
+    "epochs, clients, common",
+    [
+        ([], "", None),
+        ([5], "", 5),
+        ([5, 5, 4], "", 5),
+        ([4, 4, 5], "", 4),
+        ([4, 5], "", 5),
+        ([5, 5, 4, 4], "", 5),
+        ([10**6, 5, 5], "", 5),
+        ([4, 5], "b", 4),
+        ([4, 5, 5], "b", 5),
+        ([4, 5, 5], "bc", 4),
+        ([4, 5, 4, 5, 5], "ac", 5),
+        ([4, 5], "ab", None),
+    ],
+)
+def test_common_epoch(epochs, clients, common):
+    """Of peers in client mode the epoch counts, if a donor is there too."""
+    donors = set(PEERS.values()) - {PEERS[name] for name in clients}
+    said = {peer: Told(epoch) for peer, epoch in zip(PEERS.values(), epochs, strict=False)}
+    assert common_epoch(said, donors) == common
+    assert common_epoch(dict(reversed(said.items())), donors) == common
+
+
+@pytest.mark.parametrize(
+    "told, donors, right, why",
+    [
+        (dict(a="5x", b="5x", c="5x"), "abc", "abc", "all equal"),
+        (dict(a="5y", b="5x", c="5x"), "abc", "bc", "two hold one state, a third another"),
+        (dict(a="5x", b="5y"), "ab", "a", "a tie: the smallest id"),
+        (dict(a="5x", b="5y", c="5y", d="5x"), "abcd", "ad", "a tie of two and two"),
+        (dict(a="5x", b="5y", c="5z"), "abc", "a", "all differ"),
+        (dict(a="5x", b="5y", c="5y"), "a", "a", "nobody gives what b and c hold"),
+        (dict(a="5x", b="5y", c="5y"), "ac", "bc", "c gives it"),
+        (dict(a="5x", b="5y"), "b", "b", "a does not give its state"),
+        (dict(a="5x", b="4x", c="4x"), "abc", "a", "others are at another epoch"),
+        (dict(a="4x"), "a", "", "nobody is at this epoch"),
+        (dict(a="5x", b="5x"), "", "", "nobody gives"),
+    ],
+)
+def test_prevailing(told, donors, right, why):
+    donors = {PEERS[name] for name in donors}
+    assert prevailing(read_all(telling(**told)), 5, donors) == {PEERS[name] for name in right}, why
+
+
+@pytest.mark.parametrize(
+    "told, follows, why",
+    [
+        (dict(a="5x", b="5x", c="5x"), {}, "all equal"),
+        (dict(a="5y", b="5x", c="5x"), {"a": "bc"}, "the odd one"),
+        (dict(a="5x", b="5y"), {"b": "a"}, "of two that differ exactly one follows"),
+        (dict(a="5x", b="5y", c="5z"), {"b": "a", "c": "a"}, "of many, all but one"),
+        (dict(a="5x", b="4y", c="5x"), {"b": "ac"}, "behind"),
+        (dict(a="4x", b="4x", c="5y"), {}, "ahead: the others see its record and come"),
+        (dict(a="4x", b="5x"), {"a": "b"}, "behind, between two"),
+        (dict(a="4x", b="4z", c="5x", d="5y", e="5y"), {"a": "de", "b": "de", "c": "de"}, "everything at once"),
+    ],
+)
+def test_whom_to_follow(told, follows, why):
+    told = telling(**told)
+    for name, peer in PEERS.items():
+        if peer in told:
+            follow = whom_to_follow(told, peer, frozenset(told))
+            donors = "".join(name for name, peer in PEERS.items() if follow and peer in follow.donors)
+            assert donors == follows.get(name, ""), (name, why)
+            assert follow is None or follow.at_least == 6
+
+
+def test_a_client_that_is_ahead_alone_comes_back():
+    """Nobody can take its state, so nobody would ever be where it is."""
+    told = telling(a="7x", b="5y", c="5y", d="4z")
+    donors = {B, C, D}
+    assert whom_to_follow(told, A, donors).at_least == 6 and whom_to_follow(told, A, donors).donors == (B, C)
+    assert whom_to_follow(told, B, donors) is None and whom_to_follow(told, D, donors).donors == (B, C)
+    assert set(out_of_step(told, donors)) == {A, D}
+    assert whom_to_follow(told, A, {A, *donors}) is None, "a donor would be followed"
+
+
+def test_who_cannot_be_followed_is_not():
+    told = telling(a="5x", b="5y", c="5y")
+    assert whom_to_follow(told, A, {A}) is None, "the others are in client mode: they will come to us"
+    assert whom_to_follow(told, B, {A}).donors == (A,)
+    assert whom_to_follow(told, A, set()) is None
+
+
+def test_words_of_an_unknown_kind_lead_nobody_astray():
+    for nonsense in (None, 5, [], "5x", {"epoch": 5}):
+        told = {**telling(a="5x", b="5x"), C: nonsense}
+        assert whom_to_follow(told, A, frozenset(told)) is None
+        assert whom_to_follow(told, C, frozenset(told)) is None
+    told = {**telling(a="5x", b="5x"), C: [5, b"unreadable"]}
+    assert whom_to_follow(told, A, frozenset(told)) is None
+    assert whom_to_follow(told, C, frozenset(told)).donors == (A, B)
+
+
+def test_out_of_step():
+    told = {**telling(a="5x", b="5y", c="4x"), D: None}
+    assert out_of_step(told, {A, B, C, D}) == {C: "at epoch 4, the others at 5"}
+    assert out_of_step({}, set()) == {} and out_of_step({A: None}, {A}) == {}
+    assert out_of_step(told, set()) == {}, "nobody knows"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    words=st.lists(st.tuples(st.integers(4, 6), st.sampled_from("xyz")), min_size=1, max_size=5),
+    clients=st.sets(st.sampled_from(list(PEERS.values()))),
+)
+def test_whoever_follows_ends_with_those_who_do_not(words, clients):
+    """Nobody follows a peer that itself follows another, and of the common epoch not everybody is apart."""
+    told = {peer: [epoch, HELD[name]] for peer, (epoch, name) in zip(PEERS.values(), words, strict=False)}
+    donors = frozenset(told) - clients
+    follows = {peer: whom_to_follow(told, peer, donors) for peer in told}
+    for peer, follow in follows.items():
+        for donor in follow.donors if follow else ():
+            assert donor != peer and follows[donor] is None and donor in donors
+    epoch = common_epoch(read_all(told), donors)
+    kept = {told[peer][1] for peer in told if told[peer][0] == epoch and follows[peer] is None}
+    assert len(kept) == (1 if donors else 0)
+
+
+# --- donors ---
+
+
+def test_the_latest_that_most_hold_is_asked_first():
+    told = telling(a="5x", b="6y", c="6z", d="6z", e="4x")
+    everybody = list(PEERS.values())
+    assert rank_donors(told, everybody) == [C, D, B, A, E]
+    assert rank_donors(told, everybody[::-1]) == [D, C, B, A, E], "equals in the order given, which is random"
+    assert rank_donors({**told, D: "nonsense"}, everybody) == [B, C, A, E]
+    assert rank_donors({}, []) == []

@@ -1,0 +1,166 @@
+"""Do peers hold the same model, and who has to follow whom?
+
+Equal answers make equal steps, so peers that begin equal stay equal; a kill, a lost part or a missed round sets one
+apart. Every member of a round therefore tells the others its epoch and a sketch of its parameters. All of them read the
+same list by the same rule, so whoever is apart knows it at once, and knows whose state to take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hivemind.p2p import PeerID
+
+MAX_EPOCH = 2**31
+SKETCH_SIZE = 16  # numbers: a distance is estimated within a factor of two, which is enough to tell 1e-7 from 1e-3
+CHUNK = 2**22  # elements sketched at once, 16 MB
+# Relative distance. Processors round differently, 1e-7 a step, and are equal still; a step of which a part was missed
+# is 1e-3 away, for LAMB moves a tensor by the learning rate times its norm.
+TOLERANCE = 1e-4
+
+
+# --- the sketch ---
+
+
+def sketch(tensors: Iterable[torch.Tensor], seed: int) -> bytes:
+    """A few numbers whose distance estimates the distance of all values: sums with random signs.
+
+    Source: Achlioptas 2003, "Database-friendly random projections". The signs are numpy's raw PCG64 bits, the same on
+    all versions.
+
+    :param seed: the epoch, so that no difference stays unseen for long
+    :returns: SKETCH_SIZE little-endian float32
+    """
+    total = torch.zeros(SKETCH_SIZE, dtype=torch.float64)
+    bits = np.random.PCG64(seed)
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        for part in flat.split(CHUNK):
+            part = part.to("cpu", torch.float32)
+            rows = torch.nn.functional.pad(part, (0, -len(part) % SKETCH_SIZE)).view(-1, SKETCH_SIZE)
+            total += (_signs(bits, len(rows)) @ rows).double()
+    return total.numpy().astype("<f4").tobytes()
+
+
+def _signs(bits: np.random.PCG64, count: int) -> torch.Tensor:
+    raw = bits.random_raw(-(-count // 64)).astype("<u8").view(np.uint8)
+    return torch.from_numpy(np.unpackbits(raw)[:count].astype(np.float32) * 2 - 1)
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Relative distance of two sketches of one seed."""
+    size = max(float(np.linalg.norm(one)), float(np.linalg.norm(other)))
+    return float(np.linalg.norm(one - other)) / size if size > 0 else 0.0
+
+
+# --- what a peer tells: [epoch, sketch] ---
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a peer says it holds; `sketch` is None if it says nothing that can be read."""
+
+    epoch: int
+    sketch: np.ndarray | None = None
+
+
+def read_told(told: Any) -> Told | None:
+    """A stranger's [epoch, sketch], or None."""
+    if not isinstance(told, (list, tuple)) or not told:
+        return None
+    epoch, values = told[0], told[1] if len(told) == 2 else None
+    if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
+        return None
+    if not isinstance(values, bytes) or len(values) != 4 * SKETCH_SIZE:
+        return Told(epoch)
+    numbers = np.frombuffer(values, "<f4").astype(np.float64)
+    return Told(epoch, numbers if np.isfinite(numbers).all() else None)
+
+
+def read_all(told: Mapping[PeerID, Any]) -> dict[PeerID, Told]:
+    """Those of `told` that can be read."""
+    read = {peer: read_told(raw) for peer, raw in told.items()}
+    return {peer: said for peer, said in read.items() if said is not None}
+
+
+# --- who is right ---
+
+
+def common_epoch(said: Mapping[PeerID, Told], donors: Collection[PeerID]) -> int | None:
+    """The epoch that most are at and one of `donors` too, the later one in a tie; None if no donor says.
+
+    hivemind forms groups without asking: a peer one epoch behind would average gradients of an old model for ever. And
+    a peer in client mode that is ahead alone is nobody's future: its state cannot be had.
+    """
+    epochs = Counter(one.epoch for one in said.values())
+    known = {one.epoch for peer, one in said.items() if peer in donors}
+    return max(known, key=lambda epoch: (epochs[epoch], epoch), default=None)
+
+
+def prevailing(
+    said: Mapping[PeerID, Told], epoch: int, donors: Collection[PeerID], tolerance: float = TOLERANCE
+) -> frozenset[PeerID]:
+    """The peers at `epoch` that hold what most of them hold; in a tie, what the smallest peer id holds.
+
+    Only what one of `donors` holds can prevail: nobody could take a state that nobody gives.
+    """
+    sketches = {peer: one.sketch for peer, one in said.items() if one.epoch == epoch and one.sketch is not None}
+    best: frozenset[PeerID] = frozenset()
+    for peer in sorted(peer for peer in sketches if peer in donors):
+        near = frozenset(p for p, values in sketches.items() if distance(values, sketches[peer]) <= tolerance)
+        if len(near) > len(best):
+            best = near
+    return best
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Our state is not the others'. Take that of one of `donors`, of epoch `at_least` or later."""
+
+    at_least: int
+    donors: tuple[PeerID, ...]
+    why: str
+
+
+def whom_to_follow(told: Mapping[PeerID, Any], own_id: PeerID, donors: Collection[PeerID]) -> Follow | None:
+    """After a round: is ours the state that the step belongs to (None), or whose is?
+
+    Of donors at different epochs the later one is followed, by those that see its progress record; so a donor that is
+    ahead of its group follows nobody.
+
+    :param told: what each member told before the round
+    :param donors: members that share their state (not in client mode)
+    """
+    said = read_all(told)
+    epoch, own = common_epoch(said, donors), said.get(own_id)
+    if epoch is None or own is None or (own.epoch > epoch and own_id in donors):
+        return None
+    right = prevailing(said, epoch, donors)
+    if own_id in right or (own.epoch == epoch and not right):
+        return None
+    why = f"at epoch {own.epoch}, the others at {epoch}" if own.epoch != epoch else "our model is not the others'"
+    return Follow(epoch + 1, tuple(sorted(right & frozenset(donors))), why)
+
+
+def out_of_step(told: Mapping[PeerID, Any], donors: Collection[PeerID]) -> dict[PeerID, str]:
+    """Members of a round whose parts belong to another epoch -> why they are left out."""
+    said = read_all(told)
+    epoch = common_epoch(said, donors)
+    if epoch is None:
+        return {}
+    return {peer: f"at epoch {one.epoch}, the others at {epoch}" for peer, one in said.items() if one.epoch != epoch}
+
+
+def rank_donors(told: Mapping[PeerID, Any], shuffled: Sequence[PeerID]) -> list[PeerID]:
+    """Donors to ask, best first: of the latest epoch, then among those that hold what most of that epoch hold; the rest
+    in the order of `shuffled`, so that one of a hundred veterans does not serve all newcomers."""
+    said = read_all(told)
+    right = {epoch: prevailing(said, epoch, said) for epoch in {one.epoch for one in said.values()}}
+    places = {peer: place for place, peer in enumerate(shuffled)}
+    known = [peer for peer in said if peer in places]
+    return sorted(known, key=lambda peer: (-said[peer].epoch, peer not in right[said[peer].epoch], places[peer]))

@@ -1,0 +1,184 @@
+"""Keeping one's training state the others': join, catch up, settle; and taking it out and putting it back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import hivemind
+import torch
+from hivemind.averaging.control import AveragingStage
+from hivemind.utils.logging import get_logger
+
+from volunteer_kit.swarm.agreement import Follow, prevailing, read_all
+from volunteer_kit.swarm.options import SwarmOptions
+from volunteer_kit.swarm.records import SwarmProgressTracker
+from volunteer_kit.swarm.state import StateRefused, SwarmStateAverager, digest
+
+logger = get_logger(__name__)
+SETTLED = 1e-6  # relative distance of models at the end of a run; rounding of equal steps stays below it
+
+
+class FollowingOptimizer(hivemind.Optimizer):
+    """hivemind.Optimizer that knows whose state is right, and takes it when its own is not."""
+
+    options: SwarmOptions
+    tracker: SwarmProgressTracker
+    state_averager: SwarmStateAverager
+    _follow: Follow | None = None  # whose state to take before the next microbatch
+    _just_loaded = False  # and not stepped since
+    _last_met = float("-inf")  # when we last knew of another peer, monotonic s
+
+    def _drop_scheduled_round(self) -> None:
+        """Leave a round that is being arranged. One that runs already is seen through, with weight 0: leaving it would
+        make its members wait for us."""
+        control, self.scheduled_grads = self.scheduled_grads, None
+        if control is None or control.done() or control.triggered:  # triggered: the step in the background waits for it
+            return
+        if control.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
+            control.cancel()
+        else:
+            self._tag_along_with_zero_weight(control)
+
+    def _finish_updates(self) -> None:
+        self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+
+    def _catch_up(self) -> bool:
+        """Take the state that the last round's members went on with; if none gives it, the next round tells anew.
+
+        :returns: whether one was taken
+        """
+        self._finish_updates()
+        follow, self._follow = self._follow, None
+        return follow is not None and self._take_state(at_least=follow.at_least, donors=follow.donors or None)
+
+    def _take_state(self, **which) -> bool:
+        """Download and adopt a state, begin the epoch anew. Nothing changes if there is none.
+
+        A round that is being arranged meanwhile is kept, and left only if the download takes long: whoever leaves a
+        group makes the others wait, and is itself too late for the next.
+        """
+        self._finish_updates()
+        leave = threading.Timer(self.matchmaking_time, self._drop_scheduled_round)
+        leave.start()
+        try:
+            with self.tracker.pause_updates():
+                loaded = self.state_averager.load_state_from_peers(timeout=self.load_state_timeout, **which)
+                if loaded:
+                    self._follow, self._last_met = None, time.monotonic()
+                    self._start_epoch_anew()
+        finally:
+            leave.cancel()
+        return loaded
+
+    def load_state_from_peers(self, **kwargs) -> bool:
+        """Adopt the newest state from the best donor, drop local progress. :returns: whether a state was adopted."""
+        loaded = self._take_state(**kwargs)
+        if not loaded:
+            logger.warning("No peer shares a newer state yet")
+            with self.tracker.pause_updates():
+                self._start_epoch_anew()
+        return loaded
+
+    def _start_epoch_anew(self) -> None:
+        self._just_loaded = True
+        self.tracker.report_local_progress(local_epoch=self.local_epoch, samples_accumulated=0)
+        self.grad_averager.reset_accumulated_grads_()
+
+    def join(self, patience: float = 30.0) -> bool:
+        """Look for the swarm and take its state, before the first microbatch. :returns: whether a state was taken.
+
+        hivemind finds out only while it trains: the newcomer's first round would be one of epoch 0 among veterans.
+
+        :param patience: s to wait for the first look at the others' progress, and for a donor to answer
+        """
+        deadline, taken = time.monotonic() + patience, False
+        self.tracker.fetched_global_progress_this_epoch.wait(patience)
+        # a claim that nobody confirms yet (one peer is up, and a dead one's record is behind it) is waited for as well:
+        # to take it for an empty swarm would be to start anew beside a running one
+        while max(self.tracker.global_epoch, self.tracker.highest_claim) > self.local_epoch:
+            taken = self._take_state() or taken
+            if taken and self.local_epoch >= self.tracker.global_epoch - 1:
+                break
+            if time.monotonic() > deadline:
+                break
+            self.tracker.look_again(timeout=self.matchmaking_time)
+            time.sleep(min(1.0, self.options.refresh_period))
+        return taken
+
+    def settle(self, patience: float = 0.0) -> str:
+        """Finish what runs in the background. :returns: digest of parameters and statistics.
+
+        :param patience: s to wait until all donors hold the same as we, following those whom most follow; 0 to leave
+        """
+        self._finish_updates()
+        self._drop_scheduled_round()
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and self.tracker.global_progress.num_peers > 1:
+            if self._agree(late=time.monotonic() > deadline - patience / 2):
+                break
+            time.sleep(self.options.refresh_period)
+        return digest(self.state_averager.state_tensors())
+
+    def _agree(self, late: bool) -> bool:
+        """Do all donors hold what we hold? If not, and most others of our epoch agree, take theirs.
+
+        :param late: no longer wait for those that are an epoch behind
+        """
+        own_id, own_epoch = self.dht.peer_id, self.local_epoch
+        declared = read_all(self.state_averager.declared())
+        newest = max((one.epoch for one in declared.values()), default=own_epoch)
+        if self.client_mode and late and newest < own_epoch:  # ahead alone, where nobody can follow
+            self._take_state(at_least=newest)
+            return False
+        said = declared | read_all({own_id: self.state_averager.told})
+        # further behind are the dead, for as long as their word is remembered, and who will download anyway
+        said = {peer: one for peer, one in said.items() if one.epoch >= own_epoch - 1}
+        if newest > own_epoch:
+            self._take_state()
+            return False
+        if min(one.epoch for one in said.values()) < own_epoch and not late:
+            return False  # on its way, and with a vote
+        said = {peer: one for peer, one in said.items() if one.epoch == own_epoch}
+        donors = frozenset(said) - ({own_id} if self.client_mode else frozenset())
+        right = prevailing(said, own_epoch, donors, SETTLED)
+        if own_id not in right and right:
+            self._take_state(at_least=own_epoch, donors=tuple(right & donors))
+        return right == frozenset(said)
+
+    # --- out and back ---
+
+    def named_state(self, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """A consistent copy for a checkpoint: parameters by name, statistics as "optimizer/NAME/STATISTIC", and
+        what belongs into its meta (epoch, counters).
+
+        :param names: of the parameters, in the order of the parameter groups
+        """
+        metadata, tensors, _ = self.state_averager.get_current_state()
+        keys = [*names, *self.state_averager.statistic_keys(names)]
+        return dict(zip(keys, tensors, strict=True)), metadata
+
+    def load_named_state(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: dict) -> None:
+        """Continue from what named_state gave. Raises StateRefused if it does not fit this model and optimizer."""
+        keys = [*names, *self.state_averager.statistic_keys(names)]
+        missing = [key for key in keys if key not in tensors]
+        if missing:
+            raise StateRefused(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more")
+        state = [tensors[key] for key in keys]
+        self.state_averager.check_state(metadata, state)
+        self.state_averager.adopt_state(metadata, state)
+        with self.tracker.pause_updates():
+            self._start_epoch_anew()
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put an earlier training_state() back; the epoch goes on (a maximum of claims would undo going back)."""
+        self._finish_updates()
+        metadata, _, _ = self.state_averager.get_current_state()
+        self.state_averager.adopt_state(metadata, list(tensors))
+        self.grad_averager.reset_accumulated_grads_()
+
+    def training_state(self) -> list[torch.Tensor]:
+        """The optimizer's own (CPU, float32) parameters and statistics, as a joiner would download them."""
+        return self.state_averager.state_tensors()
