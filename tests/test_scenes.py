@@ -169,6 +169,18 @@ def test_a_picture_that_is_almost_right_fails(x, y):
             assert result.colour_match and not result.caption_match, scene.caption
 
 
+def test_a_shape_that_is_half_another_fails():
+    """The lower half of a square under the upper half of a circle: no circle, though its pixels are mostly right."""
+    for scene in all_scenes(1):
+        if scene.things[0].size == "large" and scene.things[0].shape == "circle":
+            square = Scene((Thing("large", scene.things[0].colour, "square"),), scene.where, scene.background)
+            image = scene.render()
+            image[16:] = square.render()[16:]
+            for caption in (scene.caption, square.caption):
+                result = check(image, caption)
+                assert result.colour_match and not result.caption_match, caption
+
+
 def variants(scene: Scene) -> list[tuple[str, Scene]]:
     """Every scene that differs from `scene` in one word, with the kind of that word."""
     found = []
