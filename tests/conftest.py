@@ -1,6 +1,7 @@
 """What every test may rely on."""
 
 import signal
+import subprocess
 
 import pytest
 
@@ -11,3 +12,18 @@ def interrupts_arrive():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A real file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no mount command here")
+    if done.returncode:
+        pytest.skip("mounting a tmpfs needs root; test_a_write_that_fails_midway covers the rest")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 import hypothesis.strategies as st
 import pytest
@@ -19,7 +18,6 @@ from hypothesis import given, settings
 from volunteer_kit.swarm.admission import Doorkeeper, NotAdmitted
 from volunteer_kit.swarm.averager import (
     MAX_GATHERED_BYTES,
-    Round,
     SwarmAverager,
     SwarmGradientAverager,
 )
@@ -229,13 +227,3 @@ def test_garbage_from_a_leader_fails_the_round_and_nothing_else(averager, only_f
     group = group_of({peer.peer_id: say(5), **members})
     with pytest.raises(MatchmakingException):
         asyncio.run(averager._aggregate_with_group(group, min_vector_size=0))
-
-
-# --- how a round went ---
-
-
-def test_a_round_is_complete_when_all_answers_arrived():
-    assert Round(group=(A, B)).complete and len(Round(group=(A, B))) == 2
-    assert not Round(group=(A, B), received=0.999).complete
-    assert list(Round(gathered={A: 5}).values()) == [5]
-    assert math.isclose(Round().received, 1.0)

@@ -213,21 +213,6 @@ def test_skipping_verification_skips_only_the_hash(tmp_path):
 # disks and crashes ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tiny_disk(tmp_path):
-    """A real file system of 3 MB. Its free space is hidden from the check in advance where a test asks for that."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no mount command here")
-    if done.returncode:
-        pytest.skip("mounting a tmpfs needs root; test_a_write_that_fails_midway covers the rest")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 @pytest.mark.parametrize("noticed_in_advance", [True, False])
 def test_full_disk(tiny_disk, monkeypatch, noticed_in_advance):
     if not noticed_in_advance:  # as when another program fills the disk meanwhile

@@ -231,6 +231,7 @@ def test_the_tracker_counts_honest_peers_and_drops_lies(peer, tracker, people):
     }
     progress = tracker._parse_swarm_progress_data(claims)
     assert progress.epoch == 3, "a lie must not become the swarm's epoch"
+    assert tracker.highest_claim == 10**6, "but a newcomer waits a while, for it might be the only one who is right"
     assert progress.num_peers == 3 and progress.num_clients == 1, "ourselves, though our own record is not stored yet"
     # ours, once; the honest one's, and what it did since it wrote them; nothing of the thief's
     assert 100 <= progress.samples_accumulated <= 140

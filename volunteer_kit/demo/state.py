@@ -39,7 +39,6 @@ class Volunteer:
     lives: int = 0
     samples: int = 0  # that entered applied epochs, of all lives
     samples_of_life: int = 0
-    steps_of_life: int = 0
     joined_late: bool = False
     killed_at: float | None = None  # s, as in events
     killed_in_life: int = 0
@@ -129,7 +128,7 @@ class DemoState:
 
     def _on_starting(self, volunteer: Volunteer, event: Event) -> None:
         volunteer.lives += 1
-        volunteer.samples_of_life = volunteer.steps_of_life = 0
+        volunteer.samples_of_life = 0
         volunteer.finished_epoch = volunteer.checkpoint = None
         self._rest(volunteer, "starting" if volunteer.lives == 1 else "starting again")
 
@@ -152,7 +151,6 @@ class DemoState:
 
     def _on_step(self, volunteer: Volunteer, event: Event) -> None:
         volunteer.state, volunteer.training = "training", True
-        volunteer.steps_of_life += 1
         volunteer.samples_per_second = event["samples_per_second"] or 0.0
         volunteer.epoch = event["epoch"]
         if event["loss"] is not None and volunteer.loss is None:

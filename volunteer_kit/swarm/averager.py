@@ -58,13 +58,6 @@ class Round:
     def __len__(self) -> int:
         return len(self.group)
 
-    @property
-    def complete(self) -> bool:
-        return self.received >= 1.0
-
-    def values(self):
-        return self.gathered.values()
-
     def whom_to_follow(self, own_id: PeerID, own_told: Any) -> Follow | None:
         """Whose state is the one that this round's step belongs to, if it is not ours.
 

@@ -31,7 +31,7 @@ from hivemind.utils.logging import get_logger
 from hivemind.utils.streaming import combine_from_streaming
 
 from volunteer_kit.swarm.agreement import MAX_EPOCH, SKETCH_SIZE, prevailing, rank_donors, read_all, sketch
-from volunteer_kit.swarm.averager import Round, SwarmAverager
+from volunteer_kit.swarm.averager import SwarmAverager
 
 logger = get_logger(__name__)
 MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
@@ -62,7 +62,6 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
     donor. In a round of state averaging nothing is sent while all members hold the same.
     """
 
-    last_round: Round | None = None  # of state averaging, None after a failure
     last_donor: str | None = None
 
     def __init__(self, **kwargs):
@@ -332,17 +331,15 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
     def _average_parameters(self, timeout: float | None) -> None:
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
-        self.last_round = None
         try:
             control = DecentralizedAverager.step(
                 self, gather=self.told, timeout=timeout, require_trigger=True, wait=False
             )
             control.allow_allreduce()
-            self.last_round = control.result(timeout=timeout)
+            if not control.result(timeout=timeout).in_agreement:
+                self.describe()
         except BaseException as e:
             logger.log(self.status_loglevel, f"State averaging failed: {e!r}")
-        if self.last_round is not None and not self.last_round.in_agreement:
-            self.describe()
 
 
 def read_donors(records: Any, own_id: PeerID) -> dict[PeerID, Any]:
