@@ -11,13 +11,21 @@ import torch
 from pydantic import ValidationError
 
 from volunteer_kit.model import upstream
-from volunteer_kit.model.attention import attention_mask
 from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
+from volunteer_kit.model.layout import attention_mask
 from volunteer_kit.model.sampling import guide, sample
 from volunteer_kit.model.upstream import INSTALL_LINE, MissingDependency
 
 SMALL = dict(
-    dim=32, depth=3, heads=2, dim_head=16, text_seq_len=6, num_text_tokens=20, image_fmap_size=4, num_image_tokens=11
+    padding="dalle-pytorch",
+    dim=32,
+    depth=3,
+    heads=2,
+    dim_head=16,
+    text_seq_len=6,
+    num_text_tokens=20,
+    image_fmap_size=4,
+    num_image_tokens=11,
 )
 SHARED = dict(
     depth=6, attn_types=("axial_row", "axial_col", "axial_row", "axial_row"), shared_attn_ids=(0, 1, 2, 3),

@@ -1,4 +1,4 @@
-"""The text-to-image transformer: dalle-pytorch's layers and weight names, at half the cost a step.
+"""The text-to-image transformer: dalle-pytorch's modules and weight names, at less than half the cost a step.
 
 A sequence is <bos>, the caption's tokens, the image's codes. dalle-pytorch's DALLE computes every logit at every
 position and masks most of them; here text positions get text logits only and image positions image logits only,
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from volunteer_kit.model import upstream
-from volunteer_kit.model.attention import replace_attention
+from volunteer_kit.model.layers import layers_of, run_cached, run_layers
+from volunteer_kit.model.layout import Layout
+from volunteer_kit.model.matmul import Words, token_losses
 from volunteer_kit.model.sampling import guide, sample
 from volunteer_kit.model.upstream import MissingDependency
 
@@ -49,6 +51,9 @@ class DalleConfig(BaseModel):
     rotary_emb: bool = True
     share_input_output_emb: bool = True
     loss_img_weight: float = Field(7.0, gt=0)
+    # masked: paddings are neither seen nor learned, and short captions cost less. dalle-pytorch: as its checkpoints
+    # were trained, each padding is a word of its own that codes attend to and that text has to predict.
+    padding: Literal["masked", "dalle-pytorch"] = "masked"
 
     @property
     def image_seq_len(self) -> int:
@@ -116,23 +121,23 @@ class DalleLoss(NamedTuple):
 
 
 class _TiedEmbedding(nn.Module):
-    """Rows start:end of an output layer, used as an input embedding."""
+    """The output layer under the names that it has as an input embedding in dalle-pytorch."""
 
-    def __init__(self, linear: nn.Linear, start: int, end: int) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.linear = linear  # registered, as in dalle-pytorch, so that the weight has the same names
-        self.start, self.end = start, end
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.linear.weight[self.start : self.end])
+        self.linear = linear
 
 
 class Dalle(nn.Module):
-    """T text tokens, N image codes, D = dim. Raises MissingDependency if dalle-pytorch is not installed."""
+    """T text tokens, N image codes, D = dim. Raises MissingDependency if dalle-pytorch is not installed.
 
-    def __init__(self, config: DalleConfig) -> None:
+    `checkpointing` is each machine's own choice and changes no result: activations are computed again in backward,
+    for a third more time. Turn it on when memory is short; a reversible model then keeps none of them.
+    """
+
+    def __init__(self, config: DalleConfig, checkpointing: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.checkpointing = config, checkpointing
         self.num_text = config.num_text_tokens + config.text_seq_len
         theirs = upstream.dalle_transformer()
         self.transformer = theirs.Transformer(
@@ -142,11 +147,11 @@ class Dalle(nn.Module):
             shared_ff_ids=config.layer_ids(config.shared_ff_ids), reversible=config.reversible,
             shift_tokens=config.shift_tokens, rotary_emb=config.rotary_emb,
         )  # fmt: skip
-        replace_attention(self.transformer, config.layer_kinds, config.image_fmap_size)
+        self.layers = layers_of(self.transformer, config.layer_kinds)
         self.to_logits = nn.Sequential(nn.LayerNorm(config.dim), nn.Linear(config.dim, config.total_tokens))
         if config.share_input_output_emb:
-            self.text_emb = _TiedEmbedding(self.to_logits[1], 0, self.num_text)
-            self.image_emb = _TiedEmbedding(self.to_logits[1], self.num_text, config.total_tokens)
+            self.text_emb = _TiedEmbedding(self.to_logits[1])
+            self.image_emb = _TiedEmbedding(self.to_logits[1])
         else:
             self.text_emb = nn.Embedding(self.num_text, config.dim)
             self.image_emb = nn.Embedding(config.num_image_tokens, config.dim)
@@ -162,13 +167,13 @@ class Dalle(nn.Module):
             raise ValueError(
                 f"text is {tuple(text.shape)} and codes {tuple(codes.shape)}; this model reads (B, {T}) and (B, {N})"
             )
-        text = self._with_unique_padding(text)
-        x = torch.cat((self._embed_text(text), self._embed_codes(codes[:, :-1])), dim=1)  # (B, T + N, D)
-        x = self.to_logits[0](self.transformer(x))
-        text_logits = self._text_logits(x[:, :T])  # (B, T, V): <bos> and all words but the last predict the next
-        image_logits = self._image_logits(x[:, T:])  # (B, N, C): the last word predicts the first code
-        text_loss = F.cross_entropy(text_logits.flatten(0, 1).float(), text.flatten())
-        image_loss = F.cross_entropy(image_logits.flatten(0, 1).float(), codes.flatten())
+        text, lengths, layout = self._laid_out(text)
+        x = self._embed(text, codes[:, :-1])  # (B, L, D), L = 1 + text + N - 1
+        x = run_layers(self.layers, x, layout, reversible=self.config.reversible, recompute=self.checkpointing)
+        x = self.to_logits[0](x)
+        linear = self.to_logits[1]
+        said = self._text_words(x, text, lengths), self._image_words(x, codes, lengths, layout)
+        text_loss, image_loss = token_losses(linear.weight, linear.bias, *said)
         weight = self.config.loss_img_weight
         return DalleLoss((text_loss + weight * image_loss) / (1 + weight), text_loss, image_loss)
 
@@ -188,24 +193,19 @@ class Dalle(nn.Module):
         cond_scale: classifier-free guidance, https://arxiv.org/abs/2207.12598; 1 = off, 0 = without the caption. It
         doubles the work, and needs a model that has also seen empty captions.
         """
-        was_training = self.training
-        self.eval()
         guided = cond_scale != 1.0
         rows = torch.cat((text, torch.zeros_like(text))) if guided else text  # (B or 2B, T)
-        codes = text.new_empty(text.shape[0], 0)
-        cache: dict = {}
-        try:
-            x = self._embed_text(self._with_unique_padding(rows))  # (B or 2B, T + 1, D)
-            for position in range(self.config.image_seq_len):
-                hidden = self.transformer(x, cache=cache)[:, -1]  # (B or 2B, D)
-                cache["offset"] = cache.get("offset", 0) + x.shape[1]
-                logits = self._image_logits(self.to_logits[0](hidden)).float()  # (B or 2B, C)
-                logits = guide(*logits.chunk(2), cond_scale) if guided else logits
-                code = sample(logits, temperature, top_k, generator)[:, None]  # (B, 1)
-                codes = torch.cat((codes, code), dim=1)
-                x = self._embed_codes(torch.cat((code, code)) if guided else code, start=position)
-        finally:
-            self.train(was_training)
+        rows, lengths, layout = self._laid_out(rows)
+        codes, memory, every = text.new_empty(text.shape[0], 0), {}, torch.arange(len(rows), device=text.device)
+        x, last = self._embed(rows, rows[:, :0]), lengths  # (B or 2B, L, D), and where the next code is predicted
+        for position in range(self.config.image_seq_len):
+            hidden = run_cached(self.layers, x, layout, memory, reversible=self.config.reversible)
+            layout.offset += x.shape[1]
+            logits = self._image_logits(self.to_logits[0](hidden[every, last]))  # (B or 2B, C)
+            logits = guide(*logits.chunk(2), cond_scale) if guided else logits
+            code = sample(logits, temperature, top_k, generator)[:, None]  # (B, 1)
+            codes = torch.cat((codes, code), dim=1)
+            x, last = self._embed(None, torch.cat((code, code)) if guided else code, start=position), 0
         return codes
 
     def num_parameters(self) -> int:
@@ -233,24 +233,59 @@ class Dalle(nn.Module):
             for name, parameter in own.items():
                 parameter.copy_(tensors[name])
 
+    def _laid_out(self, text: Tensor) -> tuple[Tensor, Tensor, Layout]:
+        """text (B, T) -> it without the columns that nobody sees (B, T'), captions' lengths (B,), their layout."""
+        config, transformer = self.config, self.transformer
+        lengths, is_text = text.new_full((len(text),), text.shape[1]), None
+        if config.padding == "masked":
+            is_word = text != 0
+            lengths = (is_word * torch.arange(1, text.shape[1] + 1, device=text.device)).amax(1)  # (B,)
+            text, is_word = (t[:, : int(lengths.max())] for t in (text, is_word))
+            is_text = None if is_word.all() else F.pad(is_word, (1, 0), value=True)  # (B, 1 + T'), <bos> is seen
+        text_len, angles = 1 + text.shape[1], None
+        if transformer.pos_emb is not None:
+            angles, start = transformer.pos_emb[0], 1 + config.text_seq_len  # codes keep their angles
+            angles = torch.cat((angles[:text_len], angles[start : start + config.image_seq_len - 1]))
+        return text, lengths, Layout(text_len, config.image_fmap_size, angles, is_text)
+
+    def _text_words(self, x: Tensor, text: Tensor, lengths: Tensor) -> Words:
+        """What <bos> and all words but the last should say. Without paddings a caption counts as one, however long it
+        is: gradients of microbatches then add up to those of the whole batch."""
+        masked, said = self.config.padding == "masked", self._with_unique_padding(text)
+        spoken = text != 0 if masked else torch.ones_like(text, dtype=torch.bool)  # (B, T')
+        share = spoken / (spoken.sum(1, keepdim=True).clamp(min=1) * len(text))  # (B, T')
+        rows = x[:, : text.shape[1]]
+        vocabulary = self.config.num_text_tokens if masked else self.num_text
+        return Words(rows[spoken], said[spoken], share[spoken], 0, vocabulary)
+
+    def _image_words(self, x: Tensor, codes: Tensor, lengths: Tensor, layout: Layout) -> Words:
+        """What the last word (it predicts the first code) and all codes but the last should say."""
+        last_word = x[torch.arange(len(x), device=x.device), lengths][:, None]  # (B, 1, D)
+        rows = torch.cat((last_word, x[:, layout.text_len :]), dim=1).flatten(0, 1)  # (B * N, D)
+        share = torch.full((len(rows),), 1 / len(rows), device=x.device)
+        return Words(rows, codes.flatten(), share, self.num_text, self.config.total_tokens)
+
     def _with_unique_padding(self, text: Tensor) -> Tensor:
-        padding = torch.arange(self.config.num_text_tokens, self.num_text, device=text.device)  # (T,)
+        padding = self.config.num_text_tokens + torch.arange(text.shape[1], device=text.device)  # (T',)
         return torch.where(text == 0, padding, text)
 
-    def _embed_text(self, text: Tensor) -> Tensor:
-        x = self.text_emb(F.pad(text, (1, 0), value=0))  # 0, free since padding is unique, is <bos>; (B, T + 1, D)
-        return x if self.config.rotary_emb else x + self.text_pos_emb.weight
-
-    def _embed_codes(self, codes: Tensor, start: int = 0) -> Tensor:
-        x = self.image_emb(codes)  # (B, L, D)
+    def _embed(self, text: Tensor | None, codes: Tensor, start: int = 0) -> Tensor:
+        """<bos>, text (B, T'), codes (B, L) from position `start` -> (B, 1 + T' + L, D); codes only if text is None."""
+        if text is not None:  # 0 is free to be <bos>, since each padding has a number of its own
+            text = F.pad(self._with_unique_padding(text), (1, 0), value=0)
+        if self.config.share_input_output_emb:  # one look-up: the gradient of each is as large as the whole table
+            words = codes + self.num_text
+            x = F.embedding(words if text is None else torch.cat((text, words), dim=1), self.to_logits[1].weight)
+        else:
+            x = self.image_emb(codes)
+            x = x if text is None else torch.cat((self.text_emb(text), x), dim=1)
         if self.config.rotary_emb:
             return x
-        every = x.new_empty(1, start + x.shape[1], x.shape[2])
-        return x + self.image_pos_emb(every)[:, start:]
-
-    def _text_logits(self, x: Tensor) -> Tensor:
-        linear = self.to_logits[1]
-        return F.linear(x, linear.weight[: self.num_text], linear.bias[: self.num_text])
+        L = codes.shape[1]
+        places = self.image_pos_emb(x.new_empty(1, start + L, x.shape[2]))[:, start:]
+        if text is not None:
+            places = torch.cat((self.text_pos_emb.weight[None, : text.shape[1]], places), dim=1)
+        return x + places
 
     def _image_logits(self, x: Tensor) -> Tensor:
         linear = self.to_logits[1]
