@@ -94,12 +94,13 @@ def test_a_run_by_path_equals_the_run_by_name(tmp_path):
     assert load_run(folder) == load_run(str(folder / "run.yaml")) == MINE
 
 
-def test_the_original_run_has_its_numbers():
+def test_the_original_run_has_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("VOLUNTEER_KIT_HOME", str(tmp_path))
     config = load_run("dalle-laion")
     assert (config.model.dim, config.model.depth, config.target_batch_size) == (1024, 64, 4096)
     assert (config.optimizer.warmup_epochs, config.optimizer.total_epochs) == (3125, 31250)
     assert config.optimizer.lr == 2.5e-3 and config.optimizer.betas == (0.9, 0.96)
-    with pytest.raises(RunError, match="VQGAN.*not in this version"):
+    with pytest.raises(RunError, match=r"(?s)vqgan-f8-8192' is not on this machine.*convert last.ckpt vqgan-f8-8192"):
         build_tokenizers(config)
 
 
@@ -119,6 +120,7 @@ MISTAKES = [
     ("  warmup_epochs: 10", "  warmup_epochs: 500", "warmup_epochs", ["500", "400"]),
     ("  averaging_timeout: 30.0", "  averaging_timeout: 3.0", "averaging_timeout", ["17 s", "or more"]),
     ("image_tokenizer: scenes32", "image_tokenizer: scenes99", "image_tokenizer", ["scenes99", "scenes32"]),
+    ("image_tokenizer: scenes32", "image_tokenizer: vqgan-f8-8192", "num_image_tokens", ["makes 8192 codes"]),
     ("text_tokenizer: words", "text_tokenizer: wrds", "text_tokenizer", ["wrds"]),
     ("run_id: mine", "run_id: a b", "run_id", ["'a b'"]),
 ]

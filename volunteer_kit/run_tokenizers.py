@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from volunteer_kit.data.tokenizer import load_tokenizer
-from volunteer_kit.model.image_tokenizer import WEIGHTS, load_image_tokenizer
+from volunteer_kit.model.image_tokenizer import (
+    PUBLISHED,
+    WEIGHTS,
+    ImageTokenizerError,
+    image_tokenizer_config,
+    image_tokenizer_file,
+    load_image_tokenizer,
+)
 from volunteer_kit.run_reader import Mistake, RunError, RunText
 
 if TYPE_CHECKING:
     from volunteer_kit.data.tokenizer import Tokenizer
-    from volunteer_kit.model.image_tokenizer import PatchVQ
+    from volunteer_kit.model.image_tokenizer import ImageTokenizer, PatchVQConfig, VqganConfig
     from volunteer_kit.runs import RunConfig
 
 
@@ -22,32 +28,22 @@ class Tokenizers(NamedTuple):
     """What turns captions and images into the model's integers."""
 
     text: Tokenizer
-    image: PatchVQ
-
-
-# Tokenizers that a run file may name and this version cannot build: codes, codes a side, what to do meanwhile
-NOT_YET = {
-    "vqgan-f8-8192": (
-        8192,
-        32,
-        "the original's VQGAN (f8, 8,192 codes) is not in this version: its published checkpoint is a "
-        "pickle, which this kit opens through a converter only, and that is not there yet. Until then, use "
-        "the run demo or emoji",
-    ),
-}
+    image: ImageTokenizer
 
 
 def require_tokenizers(config: RunConfig) -> None:
-    """Raises RunError when the run names a tokenizer that this version cannot build; loads nothing."""
-    if config.image_tokenizer in NOT_YET:
-        raise RunError(f"The image tokenizer of run {config.run_id!r}: {NOT_YET[config.image_tokenizer][2]}.")
+    """Raises RunError, with the way to get it, when this machine lacks the run's image tokenizer; loads nothing."""
+    try:
+        image_tokenizer_file(config.image_tokenizer)
+    except ImageTokenizerError as error:
+        raise RunError(f"The run {config.run_id!r} cannot begin here. {error}") from None
 
 
 def build_tokenizers(config: RunConfig) -> Tokenizers:
-    """The run's text and image tokenizers. Raises RunError if they do not fit the model, OSError."""
+    """The run's text and image tokenizers. Raises RunError if they are not here or do not fit the model, OSError."""
     require_tokenizers(config)
-    text, image = load_tokenizer(config.text_tokenizer), _image_tokenizer(config)
-    mistakes = _misfits(config, text, image)
+    text, image = load_tokenizer(config.text_tokenizer), load_image_tokenizer(config.image_tokenizer)
+    mistakes = _misfits(config, text, image.config)
     if mistakes:
         raise RunText(f"run {config.run_id!r}", {}).error(mistakes)
     return Tokenizers(text, image)
@@ -56,26 +52,17 @@ def build_tokenizers(config: RunConfig) -> Tokenizers:
 def tokenizer_mistakes(config: RunConfig) -> list[Mistake]:
     """What can be told about the tokenizers without a network: of those that ship with the kit."""
     try:
-        image = None if _is_remote(config.image_tokenizer) else _image_tokenizer(config)
+        image = image_tokenizer_config(config.image_tokenizer)
     except (OSError, ValueError) as error:
         return [Mistake(("image_tokenizer",), str(error).rstrip("."), "name a tokenizer that exists")]
     try:
-        text = None if _is_remote(config.text_tokenizer) else load_tokenizer(config.text_tokenizer)
+        text = None if config.text_tokenizer.startswith("hub:") else load_tokenizer(config.text_tokenizer)
     except (OSError, ValueError) as error:
         return [Mistake(("text_tokenizer",), str(error).rstrip("."), "name a tokenizer that exists")]
     return _misfits(config, text, image)
 
 
-def _image_tokenizer(config: RunConfig) -> PatchVQ:
-    with torch.random.fork_rng(devices=[]):  # building it draws random weights before it reads the real ones
-        return load_image_tokenizer(config.image_tokenizer)
-
-
-def _is_remote(name: str) -> bool:
-    return name.startswith("hub:") or name in NOT_YET
-
-
-def _misfits(config: RunConfig, text: Tokenizer | None, image: PatchVQ | None) -> list[Mistake]:
+def _misfits(config: RunConfig, text: Tokenizer | None, image: PatchVQConfig | VqganConfig) -> list[Mistake]:
     """Where the model's sizes and the tokenizers' disagree."""
     mistakes = []
     model = config.model
@@ -88,12 +75,9 @@ def _misfits(config: RunConfig, text: Tokenizer | None, image: PatchVQ | None) -
                 f"set num_text_tokens: {text.vocab_size} in section model",
             )
         )
-    codes, side = NOT_YET[config.image_tokenizer][:2] if config.image_tokenizer in NOT_YET else (None, None)
-    if image is not None:
-        codes, side = image.config.num_codes, image.config.fmap
-    for key, theirs in (("num_image_tokens", codes), ("image_fmap_size", side)):
+    for key, theirs in (("num_image_tokens", image.num_codes), ("image_fmap_size", image.fmap)):
         ours = getattr(model, key)
-        if theirs is not None and ours != theirs:
+        if ours != theirs:
             unit = "codes" if key == "num_image_tokens" else "codes a side"
             mistakes.append(
                 Mistake(
@@ -107,8 +91,11 @@ def _misfits(config: RunConfig, text: Tokenizer | None, image: PatchVQ | None) -
 
 
 def image_identity(name: str) -> str:
-    """What an image tokenizer's name stands for: the hash of its weights, since paths differ between machines."""
-    return _content(name, WEIGHTS / f"{name}.safetensors", Path(name))
+    """What an image tokenizer's name stands for: the hash of its weights, since paths differ between machines.
+
+    A published one stands for itself: peers that read ready-made codes need not have it.
+    """
+    return name if name in PUBLISHED else _content(name, WEIGHTS / f"{name}.safetensors", Path(name))
 
 
 def text_identity(name: str) -> str:
@@ -120,5 +107,11 @@ def text_identity(name: str) -> str:
 def _content(name: str, *files: Path) -> str:
     for path in files:
         if path.is_file():
-            return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+            about = path.stat()
+            return _hash(path, about.st_size, about.st_mtime_ns)
     return name
+
+
+@functools.lru_cache  # a run's fingerprint is asked for often, and weights may have hundreds of MB
+def _hash(path: Path, size: int, changed: int) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()

@@ -1,4 +1,5 @@
-"""A small discrete autoencoder: a picture as fmap x fmap codes, each for one square patch.
+"""A small discrete autoencoder: a picture as fmap x fmap codes, each for one square patch. And how any image tokenizer,
+this one or a Vqgan, is found by its name, read and written.
 
 The encoder may look no further than its patch, so that the same patch gives the same code wherever it lies: that is
 what a transformer learns fastest. The decoder sees neighbouring codes and draws edges across patches. Codes are found
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,7 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from volunteer_kit.model.vqgan import Vqgan, VqganConfig
+
 WEIGHTS = Path(__file__).parent / "weights"
+# Published tokenizers, by the name that a run file gives. Each machine keeps its own copy, converted once
+PUBLISHED = {"vqgan-f8-8192": VqganConfig()}
+PAGE = "https://heibox.uni-heidelberg.de/d/2e5662443a6b4307b470/"  # taming-transformers' README links to it
+DOWNLOAD = f"{PAGE}files/?p=%2Fckpts%2Flast.ckpt&dl=1"
 
 
 class ImageTokenizerError(OSError):
@@ -139,39 +146,110 @@ class PatchVQ(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """One safetensors file in fp16 with the config in its header; an earlier file stays whole until it is there."""
-        tensors = {name: tensor.detach().half().contiguous() for name, tensor in self.state_dict().items()}
-        path = Path(path)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            # one field only: safetensors writes several in random order, and a run's fingerprint holds the file's hash
-            save_file(tensors, unfinished, metadata={"patch_vq": self.config.model_dump_json()})
-            unfinished.chmod(0o644)  # safetensors writes 0600, which an installed package must not have
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        _write(path, {name: tensor.half() for name, tensor in self.state_dict().items()}, "patch_vq", self.config)
 
 
-def load_image_tokenizer(name_or_path: str | Path) -> PatchVQ:
-    """A shipped tokenizer ("scenes32", "emoji64") or a file that `train-tokenizer` wrote -> PatchVQ, in eval mode.
+ImageTokenizer = PatchVQ | Vqgan
+KINDS: dict[str, tuple[type[BaseModel], type[nn.Module]]] = {
+    "patch_vq": (PatchVQConfig, PatchVQ),
+    "vqgan": (VqganConfig, Vqgan),
+}  # by the one field of a file's header
 
-    Raises ImageTokenizerError.
+
+def save_vqgan(path: str | Path, tokenizer: Vqgan) -> None:
+    """As PatchVQ.save, in the weights' own type: rounded, they would give other codes."""
+    _write(path, tokenizer.state_dict(), "vqgan", tokenizer.config)
+
+
+def load_image_tokenizer(name_or_path: str | Path) -> ImageTokenizer:
+    """A shipped tokenizer ("scenes32", "emoji64"), a published one that was converted here ("vqgan-f8-8192"), or a file
+    that `train-tokenizer` or `convert` wrote -> PatchVQ or Vqgan, in eval mode.
+
+    Raises ImageTokenizerError; MissingDependency for a Vqgan without taming-transformers.
     """
-    shipped = sorted(file.stem for file in WEIGHTS.glob("*.safetensors"))
-    path = WEIGHTS / f"{name_or_path}.safetensors" if str(name_or_path) in shipped else Path(name_or_path)
-    advice = f"Use a shipped one ({', '.join(shipped)}) or train your own: volunteer-kit train-tokenizer --help"
-    if not path.is_file():
-        raise ImageTokenizerError(f"There is no image tokenizer {str(name_or_path)!r}. {advice}")
+    path = image_tokenizer_file(name_or_path)
     try:
-        with safe_open(path, framework="pt") as file:
-            config = PatchVQConfig.model_validate(json.loads((file.metadata() or {}).get("patch_vq", "null")))
-            # copies: tensors that stay mapped to a file crash the process when somebody rewrites that file
-            tensors = {name: file.get_tensor(name).to(torch.float32, copy=True) for name in file.keys()}
+        kind, config, tensors = _read(path)
         with torch.device("meta"):  # draws no random weights
-            tokenizer = PatchVQ(config)
+            tokenizer = kind(config)
         tokenizer.load_state_dict(tensors, assign=True)
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise ValueError("its weights are not finite")
+        if config != PUBLISHED.get(str(name_or_path), config):
+            raise ValueError("its sizes are not those of the published one")
     except (SafetensorError, ValidationError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ImageTokenizerError(f"{path} is no intact image tokenizer ({reason}). {advice}") from error
+        raise _broken(path, error) from error
     return tokenizer.eval().requires_grad_(False)
+
+
+def image_tokenizer_config(name_or_path: str | Path) -> PatchVQConfig | VqganConfig:
+    """Its sizes, without reading the weights; of a published one, without having them. Raises ImageTokenizerError."""
+    if str(name_or_path) in PUBLISHED:
+        return PUBLISHED[str(name_or_path)]
+    path = image_tokenizer_file(name_or_path)
+    try:
+        return _read(path, weights=False)[1]
+    except (SafetensorError, ValidationError, ValueError) as error:
+        raise _broken(path, error) from error
+
+
+def image_tokenizer_file(name_or_path: str | Path) -> Path:
+    """Where an image tokenizer's weights lie. Raises ImageTokenizerError that says how to get missing ones."""
+    name = str(name_or_path)
+    if name in PUBLISHED and not published_file(name).is_file():
+        raise ImageTokenizerError(
+            f"The image tokenizer {name!r} is not on this machine (it would be {published_file(name)}).\n"
+            f"1. Download the published checkpoint, last.ckpt (376 MB, a pickle), from {PAGE}\n"
+            f"   curl -L -o last.ckpt '{DOWNLOAD}'\n"
+            f"2. Convert it, once: volunteer-kit convert last.ckpt {name}\n"
+            "3. Or use a run whose tokenizer ships with the kit: demo, emoji"
+        )
+    shipped = WEIGHTS / f"{name}.safetensors"
+    path = published_file(name) if name in PUBLISHED else shipped if name in _shipped() else Path(name)
+    if not path.is_file():
+        raise ImageTokenizerError(f"There is no image tokenizer {name!r}. {_advice()}")
+    return path
+
+
+def published_file(name: str) -> Path:
+    """Where a published tokenizer's converted weights are kept: $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit."""
+    home = os.environ.get("VOLUNTEER_KIT_HOME")
+    return (Path(home) if home else Path.home() / ".cache" / "volunteer_kit") / f"{name}.safetensors"
+
+
+def _shipped() -> list[str]:
+    return sorted(file.stem for file in WEIGHTS.glob("*.safetensors"))
+
+
+def _advice() -> str:
+    known = ", ".join([*_shipped(), *PUBLISHED])
+    return f"Use one of {known}, or train your own: volunteer-kit train-tokenizer --help"
+
+
+def _broken(path: Path, error: Exception) -> ImageTokenizerError:
+    reason = str(error).splitlines()[0]
+    return ImageTokenizerError(f"{path} is no intact image tokenizer ({reason}). {_advice()}")
+
+
+def _read(path: Path, weights: bool = True) -> tuple[type[nn.Module], Any, dict[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata() or {}
+        key = next((key for key in KINDS if key in header), "patch_vq")
+        config_type, kind = KINDS[key]
+        config = config_type.model_validate(json.loads(header.get(key, "null")))
+        # copies: tensors that stay mapped to a file crash the process when somebody rewrites that file
+        names = file.keys() if weights else ()
+        return kind, config, {name: file.get_tensor(name).to(torch.float32, copy=True) for name in names}
+
+
+def _write(path: str | Path, tensors: dict[str, Tensor], key: str, config: BaseModel) -> None:
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        # one field only: safetensors writes several in random order, and a run's fingerprint holds the file's hash
+        save_file(tensors, unfinished, metadata={key: config.model_dump_json()})
+        unfinished.chmod(0o644)  # safetensors writes 0600, which an installed package must not have
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
