@@ -32,7 +32,7 @@ def test_help_names_every_verb_and_needs_neither_torch_nor_hivemind():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for verb in ("demo", "join", "host", "generate", "train-tokenizer"):
+    for verb in ("demo", "join", "host", "generate", "convert", "train-tokenizer"):
         assert verb in done.stdout
 
 
@@ -54,6 +54,8 @@ def test_version():
         (["train-tokenizer", "x.safetensors", "--recipe", "emoji64"], ["shards"]),
         (["train-tokenizer", "x.safetensors", "--image-size", "30", "--fmap", "8"], ["30 pixels"]),
         (["generate", "a dog", "--checkpoint", "/nowhere"], ["no checkpoint in /nowhere", "--checkpoint"]),
+        (["convert", "/nowhere.ckpt", "vqgan-f8-8192"], ["no file /nowhere.ckpt", "last.ckpt"]),
+        (["convert", "/nowhere.pt", "out", "--run", "dmo"], ["There is no run 'dmo'"]),
         (["demo", "--run", "dmo"], ["There is no run 'dmo'"]),
         (["demo", "--run", "emoji"], ["--data"]),
     ],

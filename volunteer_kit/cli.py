@@ -206,6 +206,23 @@ def generate(
         print(f"  {path}")
 
 
+@app.command()
+@_plain_errors
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A VQGAN's or dalle-pytorch's checkpoint, or a folder of the kit's checkpoints."),
+    ],
+    target: Annotated[str, typer.Argument(help="What to write: a file, a folder, or the name vqgan-f8-8192.")],
+    run: Annotated[str | None, typer.Option(help="The run that a dalle-pytorch checkpoint is of.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A VQGAN's model.yaml, if it has sizes of its own.")] = None,
+) -> None:
+    """Make a published VQGAN or a dalle-pytorch checkpoint the kit's, or a checkpoint dalle-pytorch's."""
+    from volunteer_kit.convert import convert as door
+
+    door(source, target, run=run, config=config)
+
+
 @app.command("train-tokenizer")
 @_plain_errors
 def train_tokenizer(
