@@ -76,9 +76,9 @@ def test_every_row_of_the_table_is_reached():
     ("device", "batch"),
     [
         (gpu("Tesla P100-PCIE-16GB", (6, 0)), 1),
-        (gpu("Tesla T4", (7, 5), 15.8), 4),
-        (gpu("NVIDIA A100-SXM4-40GB", (8, 0), 42.0), 16),
-        (gpu("NVIDIA H200", (9, 0), 150.0), 32),
+        (gpu("Tesla T4", (7, 5), 15.8), 2),
+        (gpu("NVIDIA A100-SXM4-40GB", (8, 0), 42.0), 8),
+        (gpu("NVIDIA H200", (9, 0), 150.0), 16),
         (cpu(2), 1),
         (cpu(64, 256.0), 1),
     ],
@@ -97,14 +97,14 @@ def test_a_small_model_gets_a_useful_batch_everywhere():
 DEEP = Workload(parameters=300_000_000, tokens=1280, dim=1024, depth=24, logits=16_000_000)
 
 
-def test_little_memory_first_costs_recomputing_then_batch_then_a_warning():
-    plans = [plan_device(gpu("NVIDIA H100 80GB HBM3", (9, 0), memory), DEEP) for memory in (900, 80, 10, 4)]
-    assert [plan.checkpointing for plan in plans] == [False, True, True, True]
+def test_little_memory_first_costs_batch_then_recomputing_then_a_warning():
+    plans = [plan_device(gpu("NVIDIA H100 80GB HBM3", (9, 0), memory), DEEP) for memory in (900, 80, 8, 4)]
+    assert [plan.checkpointing for plan in plans] == [False, False, True, True]
     sizes = [plan.batch_size for plan in plans]
-    assert sizes[0] == sizes[1] > sizes[2] >= sizes[3] == 1
-    assert "recomputes" in plans[1].why and "free memory" in plans[2].why
+    assert sizes[0] > sizes[1] > 2 and sizes[2] >= 2 and sizes[3] == 1
+    assert "free memory" in plans[1].why and "recomputes" in plans[2].why
     assert not plans[2].warning and "needs about" in plans[3].warning and "  1. " in plans[3].warning
-    for plan, memory in zip(plans[:3], (900, 80, 10), strict=True):
+    for plan, memory in zip(plans[:3], (900, 80, 8), strict=True):
         taken = plan.batch_size * DEEP.sample_bytes(plan.precision, plan.checkpointing) + 12 * DEEP.parameters
         assert taken <= 0.8 * memory * 1e9
 
@@ -139,7 +139,7 @@ def test_the_memory_estimate_is_near_what_autograd_keeps():
         model(torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int64))
     measured = sum(size for size, _ in kept.values()) / 4
     work = Workload(model.num_parameters(), 80, 64, 3, 16 * 116 + 64 * 100)
-    assert 0.6 < work.sample_bytes("fp32", False) / measured < 1.7
+    assert 0.6 < (work.sample_bytes("fp32", False) + work.layer_bytes("fp32", False) / 4) / measured < 1.7
 
 
 # kernels -------------------------------------------------------------------------------------------------------

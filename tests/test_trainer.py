@@ -288,6 +288,20 @@ def test_a_single_sample_that_does_not_fit_is_told():
         trainer.train(lambda: False)
 
 
+def test_activations_are_recomputed_before_a_sample_is_given_up():
+    trainer, optimizer = make_trainer(lambda model, batch: fits(model, batch), batch_size=4, target=2)
+    trainer.model.checkpointing = False
+
+    def fits(model, batch):
+        if not model.checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return squared_error(model, batch)
+
+    trainer.train(until(trainer, 1))
+    assert trainer.model.checkpointing and trainer.batch_size == 1 and trainer.microbatches_lost == 3
+    assert [word[1] for word in optimizer.story if word[0] == "step"] == [1, 1]
+
+
 # --- not finite ---
 
 

@@ -19,7 +19,9 @@ Precision = Literal["fp32", "fp16", "bf16"]
 
 MICROBATCH_SECONDS = 2.0  # longer ones delay leaving and overshoot the epoch; shorter ones gain nothing
 SAFE_SHARE = 0.8  # of the free memory; the rest is for fragments and for what other programs take
-FLOATS_PER_UNIT = 29  # kept for backward per layer, token and channel; measured on the kit's model, ff_mult 4
+FLOATS_PER_UNIT = 18  # kept for backward per layer, token and channel; measured on the kit's model, ff_mult 4
+FOLDED = 5  # dim**2 numbers that a layer keeps in fp32: its output matrices, LayerScale folded into them
+BUSY_TOKENS = 2048  # in a microbatch keep a device busy; to recompute activations for more of them gains nothing
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Workload:
     dim: int
     depth: int
     logits: int  # text tokens x text vocabulary + image tokens x codes
-    reversible: bool = False
+    reversible: bool = False  # then recomputing needs no activations at all
 
     @property
     def flops(self) -> float:
@@ -58,12 +60,14 @@ class Workload:
         width = self.tokens * self.dim
         one_layer = FLOATS_PER_UNIT * width
         layers = self.depth * one_layer
-        if self.reversible:
-            layers = 4 * width + one_layer
-        elif checkpointing:
-            layers = self.depth * width + one_layer
+        if checkpointing:
+            layers = one_layer + (4 if self.reversible else self.depth) * width
         size = 4 if precision == "fp32" else 2.4  # norms and softmax stay in fp32
         return layers * size + 3 * 4 * self.logits
+
+    def layer_bytes(self, precision: Precision, checkpointing: bool) -> float:
+        """Memory that a microbatch takes whatever its size."""
+        return 0 if checkpointing or precision != "fp32" else self.depth * FOLDED * self.dim**2 * 4
 
 
 # Of volunteer_kit/model/dalle.py's presets, for the printout; a run passes its own.
@@ -77,7 +81,7 @@ class DevicePlan:
 
     batch_size: int  # samples in a microbatch
     precision: Precision
-    checkpointing: bool  # recompute activations in backward: a third slower, far less memory
+    checkpointing: bool  # the model's: recompute activations in backward, a third slower, far less memory
     threads: int  # for torch on the CPU
     why: str
     warning: str = ""
@@ -163,10 +167,13 @@ def plan_device(device: Device, workload: Workload | None = None, *, peers_on_ma
     # On a GPU: weights, gradients, accumulators. On the CPU also the optimizer and the averager's buffers.
     fixed = work.parameters * (28 if device.kind == "cpu" else 12)
     room = device.free_gb * 1e9 / peers * SAFE_SHARE - fixed
-    checkpointing, warning = False, ""
-    if batch * work.sample_bytes(row.precision, False) > room and not work.reversible:
-        checkpointing = True
+    enough, warning = min(batch, math.ceil(BUSY_TOKENS / work.tokens)), ""
+    room_without = room - work.layer_bytes(row.precision, False)
+    checkpointing = enough * work.sample_bytes(row.precision, False) > room_without
+    if checkpointing:
         reasons.append("recomputes activations to save memory")
+    else:
+        room = room_without
     by_memory = _power_of_two(room / work.sample_bytes(row.precision, checkpointing))
     if by_memory < batch:
         batch = by_memory

@@ -71,6 +71,7 @@ class Session:
         self.batch_size = self.spec.batch_size or plan.batch_size
         self.threads = self.spec.threads or plan.threads
         self.precision, self.device_name = plan.precision, device.name
+        self.model.checkpointing = plan.checkpointing
         torch.set_num_threads(max(1, self.threads))
         self.device = torch.device(device.kind if device.kind in ("cuda", "mps") else "cpu")
         self.emit(

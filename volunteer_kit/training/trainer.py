@@ -74,7 +74,8 @@ class Trainer:
 
     :param next_batch: microbatch size -> batch (on the CPU)
     :param compute_loss: (model, batch) -> scalar mean loss over the batch; moves the batch to the model's device
-    :param batch_size: samples a microbatch; halved for good when memory runs out
+    :param batch_size: samples a microbatch; halved for good when memory runs out. If one is still too many, the
+        model's `checkpointing` is turned on, if it has that choice
     :param precision: "fp32", "bf16" or "fp16" (with loss scaling), the plan's
     """
 
@@ -149,6 +150,9 @@ class Trainer:
         self.optimizer.zero_grad()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if self.batch_size == 1:
+        if self.batch_size > 1:
+            self.batch_size //= 2
+        elif getattr(self.model, "checkpointing", True):
             raise torch.OutOfMemoryError("a single sample does not fit into this device's memory")
-        self.batch_size //= 2
+        else:
+            self.model.checkpointing = True
