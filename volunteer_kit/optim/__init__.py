@@ -2,11 +2,13 @@
 
 from .exact_state import ExactStateOptimizer
 from .lamb import Lamb
+from .lamb8bit import Lamb8bit
 from .recipe import OptimizerConfig, build_optimizer_factory, param_groups, parameter_names
 
 __all__ = [
     "ExactStateOptimizer",
     "Lamb",
+    "Lamb8bit",
     "OptimizerConfig",
     "build_optimizer_factory",
     "param_groups",

@@ -16,6 +16,8 @@ class ExactStateOptimizer(torch.optim.Optimizer):
     its averager: loading copies into them, it never replaces them.
     """
 
+    non_negative: frozenset[str] = frozenset()  # statistics whose values below zero are refused: their root is NaN
+
     def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The statistics of a parameter that has made no step: tensors and plain numbers, by name."""
         raise NotImplementedError
@@ -43,7 +45,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         states = [state_dict["state"].get(key, {}) for key in keys]
         rates = [float(group["lr"]) for group in groups]
         for position, (param, state) in enumerate(zip(params, states, strict=True)):
-            _check_fits(self.state[param], state, position)
+            _check_fits(self.state[param], state, position, self.non_negative)
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ValueError(f"this state has an impossible learning rate: {rates}")
 
@@ -58,7 +60,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
             group["lr"] = rate
 
 
-def _check_fits(own: dict[str, Any], state: dict[str, Any], position: int) -> None:
+def _check_fits(own: dict[str, Any], state: dict[str, Any], position: int, non_negative: frozenset[str]) -> None:
     if own.keys() != state.keys():
         raise ValueError(f"parameter {position}: statistics {sorted(state)} given, {sorted(own)} expected")
     for name, value in state.items():
@@ -74,3 +76,7 @@ def _check_fits(own: dict[str, Any], state: dict[str, Any], position: int) -> No
         both_floating = value.dtype.is_floating_point and mine.dtype.is_floating_point
         if value.dtype != mine.dtype and not both_floating:
             raise ValueError(f"{where} is {value.dtype}, expected {mine.dtype}")
+        if both_floating and value.numel():
+            low, high = (float(bound) for bound in torch.aminmax(value))  # NaN goes through both
+            if not (math.isfinite(low) and math.isfinite(high)) or (low < 0 and name in non_negative):
+                raise ValueError(f"{where} holds values from {low} to {high}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ import torch
 from .exact_state import ExactStateOptimizer
 
 BATCH_ELEMENTS = 2**18  # small tensors are updated together up to this many, so that temporaries stay in the cache
+FUSED_SIZE = 2**16  # elements; from here on a CPU tensor is updated by fused.py, in place
+STATISTICS = ("exp_avg", "exp_avg_absmax", "exp_avg_sq", "exp_avg_sq_absmax")
 
 
 class Lamb(ExactStateOptimizer):
     """LAMB in fp32 with the original run's settings, the global gradient clip inside step().
+
+    Large float32 tensors on the CPU are updated in place by compiled loops; others by torch, a few at a time.
 
     :param lr: learning rate, relative to each tensor's own norm.
     :param betas: decay of the gradient's mean and of its square; 0.96 forgets within 25 epochs, right for few, large
@@ -28,6 +34,9 @@ class Lamb(ExactStateOptimizer):
     Parameters without a gradient are left alone and keep their statistics. A step whose gradient has a non-finite
     norm changes nothing and is counted in `skipped_steps`.
     """
+
+    non_negative = frozenset({"exp_avg_sq"})
+    fused_size = FUSED_SIZE
 
     def __init__(
         self,
@@ -54,6 +63,8 @@ class Lamb(ExactStateOptimizer):
 
     def new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """step (int), exp_avg and exp_avg_sq (param's shape, fp32 even for a half-precision parameter)."""
+        if self.is_fused(param):
+            fused_kernels()  # compiled now, ten seconds once on a machine, not in the swarm's first step
         half = param.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if half else param.dtype
         zeros = {name: torch.zeros_like(param, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
@@ -66,18 +77,57 @@ class Lamb(ExactStateOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-        self.last_grad_norm = _global_norm(grads)
-        if not math.isfinite(self.last_grad_norm):
-            self.skipped_steps += 1
-            return loss
-        scale = 1.0
-        if self.max_grad_norm is not None:
-            scale = min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
-        for group in self.param_groups:
-            for params in _batches(param for param in group["params"] if param.grad is not None):
-                self._update(params, group, scale)
+        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="lamb") as pool:
+            grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+            self.last_grad_norm = self._global_norm(grads, pool)
+            if not math.isfinite(self.last_grad_norm):
+                self.skipped_steps += 1
+                return loss
+            scale = 1.0
+            if self.max_grad_norm is not None:
+                scale = min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
+            for group in self.param_groups:
+                with_grad = [param for param in group["params"] if param.grad is not None]
+                for param in filter(self.is_fused, with_grad):
+                    self._update_fused(param, group, scale, pool)
+                for params in _batches(param for param in with_grad if not self.is_fused(param)):
+                    self._update(params, group, scale)
         return loss
+
+    def is_fused(self, tensor: torch.Tensor) -> bool:
+        """Whether fused.py takes it: large, float32, contiguous and on the CPU."""
+        large = tensor.numel() >= self.fused_size and tensor.dtype == torch.float32
+        return large and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+    def _global_norm(self, grads: list[torch.Tensor], pool: ThreadPoolExecutor) -> float:
+        """L2 norm of all tensors together, wherever they live."""
+        if any(grad.is_sparse for grad in grads):
+            raise ValueError("Lamb takes no sparse gradients: build the embedding with sparse=False")
+        norms = [math.sqrt(fused_kernels().square_sum(pool, grad)) for grad in filter(self.is_fused, grads)]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for grad in grads:
+            if not self.is_fused(grad):
+                by_device.setdefault(grad.device, []).append(grad)
+        return math.hypot(*norms, *(_norms(some).norm().item() for some in by_device.values()))
+
+    def _update_fused(self, param: torch.Tensor, group: dict[str, Any], scale: float, pool: ThreadPoolExecutor) -> None:
+        state, fused = self.state[param], fused_kernels()
+        state["step"] += 1
+        (beta1, beta2), step = group["betas"], state["step"]
+        coefficients = fused.Coefficients(
+            scale,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            mean_correction=1 / (1 - beta1**step) if group["debias"] else 1.0,
+            root_correction=1 / math.sqrt(1 - beta2**step) if group["debias"] else 1.0,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+        statistics = [state[name] for name in STATISTICS if name in state]
+        grad = param.grad.to(torch.float32).contiguous()
+        fused.update(pool, param, grad, statistics, step, coefficients, group["lr"], group["clamp_value"])
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any], scale: float) -> None:
         states = [self.state[param] for param in params]
@@ -117,15 +167,13 @@ def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
 
 
-def _global_norm(grads: list[torch.Tensor]) -> float:
-    """L2 norm of all tensors together, wherever they live."""
-    if any(grad.is_sparse for grad in grads):
-        raise ValueError("Lamb takes no sparse gradients: build the embedding with sparse=False")
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    norms = [_norms(some).norm() for some in by_device.values()]
-    return math.hypot(*(norm.item() for norm in norms))
+def fused_kernels() -> ModuleType:
+    """fused.py, whose import compiles: only who has large tensors waits for that, and needs numba."""
+    try:
+        from volunteer_kit.optim import fused
+    except ImportError as cause:
+        raise ImportError("LAMB of large tensors on the CPU needs numba: pip install -U numba") from cause
+    return fused
 
 
 def _batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from .lamb import Lamb
+from .lamb8bit import Lamb8bit
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 SPARED_NAMES = frozenset({"bias", "scale", "gamma", "beta", "g", "temperature"})  # LayerScale's is called `scale`
@@ -35,6 +36,7 @@ class OptimizerConfig(BaseModel):
     max_grad_norm: float | None = Field(4.0, gt=0, allow_inf_nan=False)
     clamp_value: float = Field(1e4, gt=0, allow_inf_nan=False)
     debias: bool = False
+    statistics_bits: Literal[8, 32] = 8  # of large tensors; 32: 6 bytes a parameter more, in every download too
     warmup_epochs: int = Field(3125, ge=0)
     total_epochs: int = Field(31250, ge=1)  # the learning rate is 0 from here on
 
@@ -95,13 +97,13 @@ def parameter_names(model: nn.Module | NamedParameters) -> list[str]:
 def build_optimizer_factory(
     config: OptimizerConfig,
 ) -> tuple[Callable[[Iterable[Any]], Lamb], Callable[[torch.optim.Optimizer], LambdaLR]]:
-    """(parameters or groups -> Lamb, optimizer -> scheduler), as hivemind.Optimizer takes them.
+    """(parameters or groups -> Lamb or Lamb8bit, optimizer -> scheduler), as hivemind.Optimizer takes them.
 
     hivemind steps the scheduler once an epoch, catching up after a join, so the schedule counts the swarm's epochs.
     """
-    settings = config.model_dump(exclude={"warmup_epochs", "total_epochs"})
+    settings = config.model_dump(exclude={"warmup_epochs", "total_epochs", "statistics_bits"})
     schedule = LinearSchedule(config.warmup_epochs, config.total_epochs)
-    return partial(Lamb, **settings), partial(LambdaLR, lr_lambda=schedule)
+    return partial(Lamb8bit if config.statistics_bits == 8 else Lamb, **settings), partial(LambdaLR, lr_lambda=schedule)
 
 
 def _split(model: nn.Module | NamedParameters) -> tuple[list[tuple[str, nn.Parameter]], ...]:

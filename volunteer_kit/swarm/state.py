@@ -162,6 +162,11 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
                 raise StateRefused(f"tensor {index} is {theirs.dtype} {tuple(theirs.shape)}")
             if theirs.is_floating_point() and not torch.isfinite(theirs).all():
                 raise StateRefused(f"tensor {index} is not finite")
+        non_negative = getattr(self.optimizer, "non_negative", ())
+        names = [name for _, name, value in self._statistics() if isinstance(value, torch.Tensor)]
+        for name, theirs in zip(reversed(names), reversed(tensors), strict=False):  # statistics come last
+            if name in non_negative and (theirs < 0).any():
+                raise StateRefused(f"a negative {name}, whose root is no number")
 
     @torch.no_grad()
     def adopt_state(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
