@@ -191,9 +191,12 @@ def test_sample_keeps_to_top_k_and_temperature():
             sample(logits, **wrong)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("reversible", [False, True])
-def test_mixed_precision_stays_near_and_returns_fp32(reversible):
-    model = build(reversible=reversible)
+@pytest.mark.parametrize("padding", ["masked", "dalle-pytorch"])
+def test_mixed_precision_stays_near_and_returns_fp32(reversible, checkpointing, padding):
+    model = build(reversible=reversible, padding=padding)
+    model.checkpointing = checkpointing
     text, codes = batch(model.config)
     exact = model(text, codes)
     with torch.autocast("cpu", dtype=torch.bfloat16):

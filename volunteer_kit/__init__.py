@@ -8,6 +8,7 @@ Exceptions, each with a message that says what happened and what to do:
 
     ValueError
       RunError               a run file that cannot be used: file, line, reason and fix
+      ConvertError           a checkpoint of another program that cannot be converted
     RuntimeError
       DemoError              a demo whose volunteers cannot go on
     OSError
@@ -40,6 +41,7 @@ _HOMES = {
     "build_stream": "runs",
     "Supervisor": "supervisor",
     "RunError": "run_reader",
+    "ConvertError": "convert",
     "DemoError": "demo",
     "DataError": "data.errors",
     "CheckpointError": "checkpoint",
