@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from volunteer_kit.model import matmul, sparse_attention, upstream
 from volunteer_kit.model.attention import attend
 from volunteer_kit.model.dalle import Dalle
-from volunteer_kit.model.layers import run_layers, shift_tokens
+from volunteer_kit.model.layers import run_cached, run_layers, shift_tokens
 from volunteer_kit.model.layout import Layout
 from volunteer_kit.model.matmul import Words, geglu_feed_forward, linear, outer, token_losses
 from volunteer_kit.model.sampling import guide
@@ -228,6 +228,16 @@ def test_what_stands_at_a_padding_changes_nothing():
         with torch.no_grad():
             model.to_logits[1].weight[20:26].add_(1.0)  # other paddings
         torch.testing.assert_close(model(text, codes).loss, expected)
+
+
+def test_the_memory_of_sampling_is_told_beforehand():
+    model, kept = build(**ORIGINAL), []
+    with mock.patch(
+        "volunteer_kit.model.dalle.run_cached", side_effect=lambda *a, **k: kept.append(a[3]) or run_cached(*a, **k)
+    ):
+        model.generate(torch.full((3, 6), 5), temperature=0)
+    size = sum(t.numel() * 4 for key, t in kept[-1].items() if key.startswith("keys"))
+    assert size == 3 * model.sampling_bytes
 
 
 def draw_without_cache(model: Dalle, text: torch.Tensor, cond_scale: float) -> torch.Tensor:

@@ -15,7 +15,8 @@ from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpo
 from volunteer_kit.runs import RunConfig, RunError, build_model, build_tokenizers, load_run
 
 CELL = 192  # pixels of one picture in the grid, whatever its own size
-AT_ONCE = 32  # captions in one batch
+AT_ONCE = 32  # captions in one batch, fewer where their keys and values would take more than
+MEMORY = 2 * 2**30  # bytes
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ def generate_images(
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     images: list[np.ndarray] = []
-    for start in range(0, len(captions), AT_ONCE):
-        part = captions[start : start + AT_ONCE]
+    at_once = max(1, min(AT_ONCE, MEMORY // (model.sampling_bytes * (1 if cond_scale == 1 else 2))))
+    for start in range(0, len(captions), at_once):
+        part = captions[start : start + at_once]
         text = torch.tensor([tokenizers.text.encode(caption, config.model.text_seq_len) for caption in part])  # (B, T)
         with torch.no_grad():
             codes = model.generate(

@@ -208,6 +208,12 @@ class Dalle(nn.Module):
             x, last = self._embed(None, torch.cat((code, code)) if guided else code, start=position), 0
         return codes
 
+    @property
+    def sampling_bytes(self) -> int:
+        """Memory that one caption's keys and values take while it is drawn, in fp32; guidance takes it twice."""
+        c = self.config
+        return 4 * 2 * c.depth * c.heads * c.dim_head * (c.text_seq_len + c.image_seq_len)
+
     def num_parameters(self) -> int:
         """Trainable numbers, shared ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
