@@ -27,6 +27,7 @@ from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Doorkeeper, IsAdmitted, admit_everybody
 from volunteer_kit.swarm.agreement import Follow, out_of_step, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
+from volunteer_kit.swarm.forked import forget_inherited_tensors
 
 logger = get_logger(__name__)
 # s; p2pd resets a stream that the answering side closes first, and what the other has not read by then is lost: one
@@ -125,6 +126,7 @@ class SwarmAverager(DecentralizedAverager):
                 raise
 
     def run(self) -> None:
+        forget_inherited_tensors()
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
         SwarmAverager.doorkeeper = Doorkeeper(self._is_admitted)  # a process of our own: nobody shares the class
         super().run()

@@ -19,6 +19,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from volunteer_kit.swarm.codec import install_codecs
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.records import load_private_key
 
 OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
@@ -113,7 +114,7 @@ def _load_identity(identity_path: str) -> None:
 
 
 def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, authorizer) -> DHT:
-    dht = DHT(
+    dht = LeanDHT(
         initial_peers=config.initial_peers or None,
         host_maddrs=config.host_maddrs,
         announce_maddrs=config.announce_maddrs or None,
