@@ -44,9 +44,9 @@ BOUNDS = {"peak_rss_gb": 12, "disk_gb": 4, "param_gap": 1e-5, "gpu_gb": 8}
 def lowered(data: str, target_batch_size: int) -> RunConfig:
     """The original's run with a target batch that two CPUs reach in minutes, and a tokenizer that needs no network."""
     run = with_data(load_run("dalle-laion"), data)
-    # a CPU takes minutes for a sample, so what waits for others has to wait longer than for a GPU's second
-    patience = {"matchmaking_time": 400.0, "averaging_timeout": 1000.0, "progress_expiration": 1000.0}
-    swarm = run.swarm.model_copy(update=patience)
+    # a CPU takes minutes for a sample, and whoever comes first to a round has to wait for the other's to end
+    patience = {"matchmaking_time": 400.0, "allreduce_timeout": 900.0, "averaging_timeout": 1400.0}
+    swarm = run.swarm.model_copy(update={**patience, "progress_expiration": 1400.0})
     # pictures are encoded on their way into the shuffle buffer: thousands would take hours
     stream = run.data.model_copy(update={"shuffle_buffer": 8, "encode_batch": 2})
     changes = {"target_batch_size": target_batch_size, "text_tokenizer": "words", "swarm": swarm, "data": stream}

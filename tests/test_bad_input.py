@@ -41,8 +41,11 @@ def of_demo(old: str, new: str) -> str:
         (["join", "demo", "--initial-peers", NOBODY, "--host-maddrs", "0.0.0.0:4"], ["--host-maddrs", "'0.0.0.0:4'"]),
         (["join", "demo", "--initial-peers", NOBODY, "--announce-maddrs", "me.org"], ["--announce-maddrs", "me.org"]),
         (["host", "demo", "--host-maddrs", "0.0.0.0:4000"], ["'0.0.0.0:4000' is no address"]),
-        (["demo", "--run", "dalle-laion", "--data", "x.tar"], ["VQGAN", "not in this version", "demo or emoji"]),
-        (["join", "dalle-laion", "--new-swarm", "--data", "x.tar"], ["VQGAN", "not in this version"]),
+        (
+            ["demo", "--run", "dalle-laion", "--data", "x.tar"],
+            ["not on this machine", "convert last.ckpt vqgan-f8-8192", "demo, emoji"],
+        ),
+        (["join", "dalle-laion", "--new-swarm", "--data", "x.tar"], ["not on this machine", "curl -L"]),
         (["demo", "--run", "emoji", "--data", "/nope/*.tar"], ["No shard matches '/nope/*.tar'", "1. "]),
         (["join", "emoji", "--new-swarm", "--data", "/nope/*.tar"], ["No shard matches"]),
         (["demo", "--run", "emoji", "--data", "s3://x/0.tar"], ["paths and http(s) addresses"]),
