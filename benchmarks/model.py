@@ -198,7 +198,7 @@ def ceiling(batch: int) -> tuple[float, float]:
 
 
 def main(rounds: int) -> int:
-    console, results = Console(), {}
+    console, results = Console(width=max(100, Console().width)), {}
     runs = [("cpu", "fp32", reversible, 2) for reversible in (False, True)]
     if torch.cuda.is_available():
         runs = [("cuda", precision, True, 4) for precision in ("fp16", "bf16")] + runs
@@ -241,7 +241,7 @@ def table(rows: list[dict], title: str) -> Table:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each side")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each side")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
     parser.add_argument("--precision", default="fp32", help=argparse.SUPPRESS)
