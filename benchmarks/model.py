@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from volunteer_kit.convert.dalle_layout import hparams_of
 from volunteer_kit.model import upstream
 from volunteer_kit.model.dalle import Dalle, DalleConfig
 from volunteer_kit.model.matmul import mm
@@ -42,13 +43,8 @@ def reference(model: Dalle) -> torch.nn.Module:
     c, theirs = model.config, upstream.dalle_reference()
     vae = theirs.DiscreteVAE(
         image_size=2 * c.image_fmap_size, num_tokens=c.num_image_tokens, num_layers=1, codebook_dim=4, hidden_dim=4
-    )
-    dalle = theirs.DALLE(
-        dim=c.dim, vae=vae, num_text_tokens=c.num_text_tokens, text_seq_len=c.text_seq_len, depth=c.depth,
-        heads=c.heads, dim_head=c.dim_head, reversible=c.reversible, attn_types=c.layer_kinds,
-        loss_img_weight=c.loss_img_weight, shared_attn_ids=c.layer_ids(c.shared_attn_ids),
-        shared_ff_ids=c.layer_ids(c.shared_ff_ids), share_input_output_emb=True,
-    )  # fmt: skip
+    )  # the smallest there is: codes are given, so it does nothing
+    dalle = theirs.DALLE(vae=vae, **hparams_of(c))
     dalle.load_state_dict(model.state_dict(), strict=False)
     return dalle
 

@@ -23,6 +23,7 @@ from volunteer_kit.device import (
     usable_cores,
     usable_memory,
 )
+from volunteer_kit.model.dalle import Dalle, DalleConfig
 
 
 def gpu(name: str, capability: tuple[int, int], memory_gb: float = 16.0, cores: int = 4) -> Device:
@@ -117,15 +118,11 @@ def test_peers_on_one_machine_share_it():
 
 
 def test_the_memory_estimate_is_near_what_autograd_keeps():
-    dalle = pytest.importorskip("volunteer_kit.model.dalle")
-    config = dalle.DalleConfig(
+    config = DalleConfig(
         dim=64, depth=3, heads=2, dim_head=32, text_seq_len=16, num_text_tokens=100, image_fmap_size=8,
         num_image_tokens=100,
     )  # fmt: skip
-    try:
-        model = dalle.Dalle(config)
-    except ImportError as missing:
-        pytest.skip(str(missing))
+    model = Dalle(config)
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept: dict[int, tuple[int, torch.Tensor]] = {}
 

@@ -34,7 +34,8 @@ def codes_of(values: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_code_books_are_bitsandbytes(signed):
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional  # takes seconds
+
     book = fused.code_book(signed)
     theirs = functional.create_dynamic_map(signed).numpy()
     np.testing.assert_allclose(book, theirs, rtol=2e-7, atol=0)
@@ -98,7 +99,8 @@ def both(monkeypatch):
 
 def test_the_means_codes_are_bitsandbytes_or_nearer(both):
     """bitsandbytes' own search on the CPU is coarse for small values, and misses a code in a thousand."""
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional  # takes seconds
+
     exact, state = both
     book = torch.from_numpy(fused.MEAN_BOOK)
     theirs, scale = functional.quantize_blockwise(exact["exp_avg"], code=book, blocksize=BLOCK)
@@ -450,7 +452,8 @@ def test_negative_squares_are_refused_in_fp32_too():
 
 @pytest.fixture(scope="module")
 def peer():
-    swarm_peer = pytest.importorskip("volunteer_kit.swarm.peer")
+    from volunteer_kit.swarm import peer as swarm_peer  # hivemind: takes seconds
+
     peer = swarm_peer.start_peer(swarm_peer.PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
     yield peer
     peer.shutdown()
@@ -497,7 +500,9 @@ def test_a_late_joiner_equals_its_donor_to_the_last_bit(peer):
 def test_codes_pass_every_codec_untouched(small, large):
     from hivemind.compression import CompressionInfo, deserialize_torch_tensor
 
-    codec = pytest.importorskip("volunteer_kit.swarm.codec").make_codec(small, large, 1000)
+    from volunteer_kit.swarm.codec import make_codec
+
+    codec = make_codec(small, large, 1000)
     for size in (100, 70_000):
         codes = torch.randint(0, 256, (size,), dtype=torch.uint8)
         message = codec.compress(codes, CompressionInfo.from_tensor(codes))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from volunteer_kit.convert.dalle_layout import hparams_of
 from volunteer_kit.model import upstream
 from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
 from volunteer_kit.model.layout import attention_mask
@@ -60,13 +61,7 @@ def reference(model: Dalle) -> torch.nn.Module:
     vae = theirs.DiscreteVAE(
         image_size=2 * c.image_fmap_size, num_tokens=c.num_image_tokens, num_layers=1, codebook_dim=4, hidden_dim=4
     )
-    dalle = theirs.DALLE(
-        dim=c.dim, vae=vae, num_text_tokens=c.num_text_tokens, text_seq_len=c.text_seq_len, depth=c.depth,
-        heads=c.heads, dim_head=c.dim_head, reversible=c.reversible, attn_types=c.layer_kinds,
-        loss_img_weight=c.loss_img_weight, shift_tokens=c.shift_tokens, rotary_emb=c.rotary_emb,
-        shared_attn_ids=c.layer_ids(c.shared_attn_ids), shared_ff_ids=c.layer_ids(c.shared_ff_ids),
-        share_input_output_emb=c.share_input_output_emb,
-    )  # fmt: skip
+    dalle = theirs.DALLE(vae=vae, **hparams_of(c))
     missing, superfluous = dalle.load_state_dict(model.state_dict(), strict=False)
     assert not superfluous and all(name.startswith("vae.") for name in missing)  # the same weight names
     return dalle

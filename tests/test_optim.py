@@ -8,13 +8,13 @@ import pickle
 
 import pytest
 import torch
+from hivemind.optim import state_averager
 from torch import nn
 
+from volunteer_kit.model.dalle import PRESETS, Dalle
 from volunteer_kit.optim import Lamb, OptimizerConfig, build_optimizer_factory, param_groups, parameter_names
 from volunteer_kit.optim.exact_state import ExactStateOptimizer
 from volunteer_kit.optim.recipe import LinearSchedule, is_decayed
-
-state_averager = pytest.importorskip("hivemind.optim.state_averager")
 
 
 def make_params(seed: int = 0, shapes=((5, 3), (7,), (2, 3, 4))) -> list[nn.Parameter]:
@@ -318,11 +318,7 @@ def test_decay_spares_norms_biases_and_layer_scale(name, shape, decayed):
 
 
 def test_decay_on_a_real_model():
-    dalle = pytest.importorskip("volunteer_kit.model.dalle")
-    try:
-        model = dalle.Dalle(dalle.PRESETS["tiny"])
-    except ImportError as missing:
-        pytest.skip(str(missing))
+    model = Dalle(PRESETS["tiny"])
     groups = param_groups(model, 0.045)
     assert [group["weight_decay"] for group in groups] == [0.045, 0.0]
     decayed, spared = (group["params"] for group in groups)
