@@ -262,6 +262,8 @@ def _described(found: Checkpoint, run: RunConfig | None) -> tuple[DalleConfig, s
 def _their_tokenizer(config: DalleConfig, name: str, say: Say) -> tuple[str | None, dict[str, Tensor]]:
     """dalle-pytorch's class for the image tokenizer, and its weights as far as they are here."""
     try:
+        if not name:
+            raise ImageTokenizerError("the checkpoint names none (--run RUN would)")
         if not isinstance(image_tokenizer_config(name), VqganConfig):
             raise ImageTokenizerError(f"the run's image tokenizer {name!r} is none of dalle-pytorch's")
         tokenizer = load_image_tokenizer(name)
