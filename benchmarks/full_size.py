@@ -48,7 +48,7 @@ def lowered(data: str, target_batch_size: int) -> RunConfig:
     patience = {"matchmaking_time": 400.0, "allreduce_timeout": 900.0, "averaging_timeout": 1400.0}
     swarm = run.swarm.model_copy(update={**patience, "progress_expiration": 1400.0})
     # pictures are encoded on their way into the shuffle buffer: thousands would take hours
-    stream = run.data.model_copy(update={"shuffle_buffer": 8, "encode_batch": 2})
+    stream = run.data.model_copy(update={"kind": "shards", "range_length": 8, "encode_batch": 2})
     changes = {"target_batch_size": target_batch_size, "text_tokenizer": "words", "swarm": swarm, "data": stream}
     return run.model_copy(update={**changes, "run_id": "full-size"})
 

@@ -1,7 +1,9 @@
 """What every test may rely on."""
 
+import os
 import signal
 import subprocess
+from unittest import mock
 
 import pytest
 
@@ -12,6 +14,13 @@ def interrupts_arrive():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def home(tmp_path_factory):
+    """Nothing is written into the user's own cache, nor read from it."""
+    with mock.patch.dict(os.environ, VOLUNTEER_KIT_HOME=str(tmp_path_factory.mktemp("home"))):
+        yield
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ ROOT = Path(__file__).parent.parent
 
 
 class LocalPeer:
-    """One tests/swarm_peer.py process."""
+    """One process of tests/swarm_peer.py, or of another module that speaks as it does."""
 
-    def __init__(self, log: Path, **settings):
+    def __init__(self, log: Path, module: str = "tests.swarm_peer", **settings):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.swarm_peer", json.dumps(settings)],
+            [sys.executable, "-m", module, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
@@ -71,6 +71,13 @@ class LocalPeer:
 
     def story(self) -> str:
         return f"events: {self.events[-8:]}\nlog: {self.log.read_text()[-3000:]}"
+
+    def ask(self, timeout: float = 60.0, **order) -> dict:
+        """Send an order and await its own answer."""
+        number = sum(event["event"] == "answer" for event in self.events)
+        self.order(json.dumps(order))
+        self.wait_for(lambda e: e["event"] == "answer" and e["number"] == number, timeout)
+        return self.events[-1]
 
     def order(self, line: str) -> None:
         self.process.stdin.write(line + "\n")

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
+import socketserver
 import tarfile
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from volunteer_kit.data.laion import LaionSource
+from volunteer_kit.data.settings import Filters
+from volunteer_kit.data.source import LeftOut, Limits, ShardError
+
 SAFE = {"NSFW": "UNLIKELY", "original_width": 64, "original_height": 64}
+FAST, DEFAULT = Limits(timeout=0.5, retries=2), Filters()
 
 
 def picture(width: int = 64, height: int = 64, colour: tuple[int, ...] = (200, 30, 30), kind: str = "JPEG") -> bytes:
@@ -95,10 +105,18 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(fault, (self.server.folder / name).read_bytes(), asked)
 
     def _send(self, fault: str, data: bytes, asked: str | None) -> None:
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and fault != "norange" else 0
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        start, stop = _range(asked, len(data)) if asked and fault != "norange" else (0, len(data))
+        if asked and start >= stop:
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(data)}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        is_part = asked and fault != "norange"
+        self.send_response(206 if is_part else 200)
+        if is_part:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
+        data = data[:stop]
         self.send_header("ETag", '"changed"' if fault == "changes" and asked else '"same"')
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
@@ -127,6 +145,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(bytes(2**20))
 
 
+def _range(asked: str, size: int) -> tuple[int, int]:
+    """The part that "bytes=a-b" asks for: [a, b + 1), within the file."""
+    first, _, last = asked.removeprefix("bytes=").partition("-")
+    return int(first), min(int(last) + 1, size) if last else size
+
+
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[FaultyServer]:
     server = FaultyServer(folder)
@@ -141,5 +165,70 @@ def serve(folder: Path) -> Iterator[FaultyServer]:
         server.server_close()
 
 
+Answer = Callable[[int, str | None], Iterable[bytes]]  # how many requests came before, this one's Range -> pieces
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Iterator[str]:
+    """The address of a server that sends whatever `answer` gives, byte by byte as it is, and hangs up."""
+    number, stop = itertools.count(), threading.Event()
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            headers = {}
+            while line := self.rfile.readline().strip():
+                name, _, value = line.decode("latin1").partition(": ")
+                headers[name.lower()] = value
+            with contextlib.suppress(OSError):
+                for piece in answer(next(number), headers.get("range")):
+                    self.wfile.write(piece)
+                    if stop.is_set():
+                        break
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/x.tar"
+        finally:
+            stop.set()
+            server.shutdown()
+            thread.join()
+
+
 def red_level(image: np.ndarray) -> int:
     return int(image[..., 0].mean().round())
+
+
+class Found(NamedTuple):
+    index: int
+    key: str
+    caption: str
+    image: np.ndarray
+
+
+def open_source(
+    *shards: object, filters: Filters = DEFAULT, limits: Limits = FAST, size: int = 16, **more: Any
+) -> LaionSource:
+    names = [str(shard) for shard in shards]
+    return LaionSource(names, image_size=size, filters=filters, limits=limits, counts=Counter(), **more)
+
+
+def read(*shards: object, patience: float = 5, start: int = 0, **settings: Any) -> tuple[list[Found], Counter[str]]:
+    """All usable records of some shards, and what was left out."""
+    source = open_source(*shards, **settings)
+    found, counts = [], source.counts
+    for shard in source.shards:
+        try:
+            for raw in source.read(shard, start, None, time.monotonic() + patience):
+                try:
+                    record = source.use(raw)
+                    found.append(Found(raw.index, raw.key, record.caption, record.image))
+                except LeftOut as why:
+                    counts[str(why)] += 1
+        except ShardError as error:
+            counts[error.cause] += 1
+    return found, counts

@@ -119,19 +119,22 @@ def train(model, truth, optimizer, settings, orders) -> None:
             optimizer.local_epoch, optimizer.tracker.global_epoch
         )
 
+    made, stepped = 0, set()
     while not done():
         x = torch.randn(16, DIM_IN, generator=generator)  # (B, in)
         loss = (model(x) - x @ truth).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         pause.wait(settings.get("pause", 0.1))  # a device's speed, not a wait for something
-        optimizer.step(16)
+        optimizer.step(16, names=range(made, made + 16))
+        made += 16
         while optimizer.reports:
             report = optimizer.reports.popleft()
             say(
                 "epoch",
                 epoch=report.epoch,
                 samples=report.counted,
+                named=len(report.names) == len(set(report.names) - stepped) == report.samples,
                 group_size=report.group_size,
                 received=report.received,
                 refused=report.refused,
@@ -139,6 +142,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 apart=report.apart,
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),
             )
+            stepped |= set(report.names)
     while not orders["leave"].is_set() and optimizer.local_epoch < orders["finish"]:
         optimizer.load_state_from_peers()
 

@@ -45,7 +45,7 @@ def of_demo(old: str, new: str) -> str:
             ["demo", "--run", "dalle-laion", "--data", "x.tar"],
             ["not on this machine", "convert last.ckpt vqgan-f8-8192", "demo, emoji"],
         ),
-        (["join", "dalle-laion", "--new-swarm", "--data", "x.tar"], ["not on this machine", "curl -L"]),
+        (["join", "dalle-laion", "--new-swarm"], ["code shards", "--data", "volunteer-kit encode"]),
         (["demo", "--run", "emoji", "--data", "/nope/*.tar"], ["No shard matches '/nope/*.tar'", "1. "]),
         (["join", "emoji", "--new-swarm", "--data", "/nope/*.tar"], ["No shard matches"]),
         (["demo", "--run", "emoji", "--data", "s3://x/0.tar"], ["paths and http(s) addresses"]),

@@ -16,6 +16,7 @@ import yaml
 from volunteer_kit.data.tokenizer import load_tokenizer
 from volunteer_kit.model.image_tokenizer import WEIGHTS, load_image_tokenizer
 from volunteer_kit.run_reader import RUN_FILES
+from volunteer_kit.run_tokenizers import build_tokenizers
 from volunteer_kit.runs import (
     RunConfig,
     RunError,
@@ -23,7 +24,6 @@ from volunteer_kit.runs import (
     build_optimizer,
     build_param_groups,
     build_stream,
-    build_tokenizers,
     load_run,
     require_data,
     with_data,
@@ -273,7 +273,7 @@ def test_what_must_be_equal_changes_the_fingerprint(changes):
         {"authority": {"url": "https://example.org", "public_key": "k"}},
         {"swarm__matchmaking_time": 3.0},
         {"swarm__load_state_timeout": 5.0},
-        {"data__shuffle_buffer": 7},
+        {"data__prefetch": 7},
     ],
     ids=str,
 )
@@ -347,6 +347,5 @@ def test_the_parts_fit_together_one_step():
 
 def test_peers_with_other_seeds_read_other_samples():
     config = MINE
-    tokenizers = build_tokenizers(config)
-    keys = [build_stream(config, peer_seed=n, tokenizers=tokenizers).next_batch(8).text for n in (1, 1, 2)]
+    keys = [build_stream(config, peer_seed=n).next_batch(8).text for n in (1, 1, 2)]
     assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])

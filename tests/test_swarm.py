@@ -36,7 +36,9 @@ def test_kill_late_joiner_and_client_mode_end_in_sync(tmp_path, delays):
         held = "model" if "average_state_every" in delays else "digest"  # averaging mends parameters only
         assert len({(end["epoch"], end[held]) for end in ends}) == 1, stories
         for peer in (first, client, late):
-            assert sum(e["samples"] for e in peer.events if e["event"] == "epoch") > 0
+            epochs = [e for e in peer.events if e["event"] == "epoch"]
+            assert sum(e["samples"] for e in epochs) > 0
+            assert all(e["named"] for e in epochs)  # each step's samples, by name, and none in two steps
         losses = [e["loss"] for e in first.events if e["event"] == "epoch"]
         assert min(losses[-3:]) < losses[0]
 

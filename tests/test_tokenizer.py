@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from hub import Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,3 +92,27 @@ def test_without_a_network_the_hub_says_what_to_do(tmp_path):
     last = run.stderr.split("DataError: ")[-1]
     assert run.returncode == 1 and "hub:t5-small is neither in the cache nor" in last
     assert "1. " in last and "2. " in last and "hf download t5-small tokenizer.json" in last
+
+
+def test_a_tokenizer_of_the_hub_is_downloaded_once(tmp_path):
+    import tokenizers
+    from tokenizers.models import WordLevel
+
+    made = tokenizers.Tokenizer(WordLevel({"<pad>": 0, "[UNK]": 1, "red": 2}, unk_token="[UNK]"))
+    with Hub() as hub, hub.client(tmp_path / "home") as ask:
+        hub.add("models", "t5-small", {"tokenizer.json": made.to_str().encode()}, revisions=("main", "v1"))
+        hub.fail("tokenizer.json", times=1, cut_after=20)
+        assert ask(_encode, "hub:t5-small", "red", 3) == [2, 0, 0]
+        downloads = [asked for asked in hub.asked if "tokenizer.json" in asked.path]
+        assert [asked.method for asked in downloads].count("HEAD") == 1
+        assert ask(_encode, "hub:t5-small@v1", "blue", 2) == [1, 0]
+        with pytest.raises(DataError, match="hub:t5-small@v2 is neither in the cache nor"):
+            ask(_encode, "hub:t5-small@v2", "red", 3)
+        hub.forget()
+        assert ask(_encode, "hub:t5-small", "red", 3) == [2, 0, 0] and not hub.asked
+    with hub.client(tmp_path / "home") as ask:  # another day, without a network
+        assert ask(_encode, "hub:t5-small", "red", 3) == [2, 0, 0]
+
+
+def _encode(name: str, caption: str, length: int) -> list[int]:
+    return load_tokenizer(name).encode(caption, length)

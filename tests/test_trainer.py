@@ -94,7 +94,8 @@ class AloneOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def step(self, batch_size: int, grad_scale: float = 1.0) -> bool:
+    def step(self, batch_size: int, grad_scale: float = 1.0, names=()) -> bool:
+        assert len(names) == batch_size
         self.story.append(("step", batch_size, grad_scale))
         grads = [parameter.grad / grad_scale for parameter in self.parameters]
         if not all(torch.isfinite(grad).all() for grad in grads):
@@ -128,8 +129,12 @@ class AloneOptimizer:
 
 @dataclass
 class Samples:
-    text: torch.Tensor  # (B, 4); a microbatch is anything that has a text of its length
+    text: torch.Tensor  # (B, 4); a microbatch is anything that has texts and their names
     y: torch.Tensor  # (B, 2)
+
+    @property
+    def names(self) -> range:
+        return range(len(self.text))
 
 
 TRUTH = torch.arange(8.0).reshape(4, 2) / 8

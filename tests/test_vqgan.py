@@ -154,7 +154,7 @@ def test_a_published_name_says_how_to_get_the_weights_and_finds_them(tmp_path, m
     config = load_run("dalle-laion")  # valid without the weights: sizes are known
     fingerprint = config.fingerprint
     assert image_tokenizer_config("vqgan-f8-8192") == VqganConfig()
-    for call in (lambda: build_tokenizers(config), lambda: require_ready(config)):
+    for call in (lambda: build_tokenizers(config), lambda: require_ready(config, draws=True)):
         with pytest.raises(RunError, match=r"(?s)1\. Download.*heibox.*2\. .*convert last.ckpt vqgan-f8-8192.*3\. "):
             call()
     with pytest.raises(ImageTokenizerError, match="is not on this machine"):

@@ -12,7 +12,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
-from volunteer_kit.runs import RunConfig, RunError, build_model, build_tokenizers, load_run
+from volunteer_kit.run_tokenizers import build_tokenizers
+from volunteer_kit.runs import RunConfig, RunError, build_model, load_run
 
 CELL = 192  # pixels of one picture in the grid, whatever its own size
 AT_ONCE = 32  # captions in one batch, fewer where their keys and values would take more than

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +20,9 @@ from volunteer_kit.model.image_tokenizer import (
 from volunteer_kit.run_reader import Mistake, RunError, RunText
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from volunteer_kit.data.tokenizer import Tokenizer
     from volunteer_kit.model.image_tokenizer import ImageTokenizer, PatchVQConfig, VqganConfig
     from volunteer_kit.runs import RunConfig
@@ -47,6 +51,31 @@ def build_tokenizers(config: RunConfig) -> Tokenizers:
     if mistakes:
         raise RunText(f"run {config.run_id!r}", {}).error(mistakes)
     return Tokenizers(text, image)
+
+
+class StreamTokenizers(NamedTuple):
+    """What the stream makes samples with. A run that reads codes gets by without the image tokenizer's weights."""
+
+    text: Tokenizer
+    encode_images: Callable[[Tensor], Tensor]  # float (B, 3, S, S) in [0, 1] -> integers (B, N)
+    image_size: int  # S
+
+
+def build_stream_tokenizers(config: RunConfig, device: torch.device | str = "cpu") -> StreamTokenizers:
+    """As build_tokenizers, with images encoded on `device`; where samples may come as codes, the image tokenizer is
+    loaded with the first image."""
+    load = functools.cache(lambda: build_tokenizers(config).image.to(device))
+    if needs_images(config):
+        load()
+    text, about = load_tokenizer(config.text_tokenizer), image_tokenizer_config(config.image_tokenizer)
+    if mistakes := _misfits(config, text, about):
+        raise RunText(f"run {config.run_id!r}", {}).error(mistakes)
+    return StreamTokenizers(text, lambda images: load().encode(images.to(device)), about.image_size)
+
+
+def needs_images(config: RunConfig) -> bool:
+    """Whether training certainly encodes images on this machine."""
+    return config.data.kind in ("scenes", "shards")
 
 
 def tokenizer_mistakes(config: RunConfig) -> list[Mistake]:

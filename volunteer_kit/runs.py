@@ -16,15 +16,16 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.shards import expand_shards
-from volunteer_kit.data.stream import DataConfig, SampleStream, open_stream
+from volunteer_kit.data.stream import SampleStream, open_stream
 from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
 from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
 from volunteer_kit.run_tokenizers import (
-    Tokenizers,
-    build_tokenizers,
+    build_stream_tokenizers,
     image_identity,
+    needs_images,
     require_tokenizers,
     text_identity,
     tokenizer_mistakes,
@@ -190,9 +191,10 @@ def with_data(config: RunConfig, shards: str | Sequence[str] | None) -> RunConfi
     """The same run with this machine's shards; its fingerprint stays. RunError if it reads none."""
     if not shards:
         return config
-    if config.data.kind != "shards":
+    if config.data.kind not in ("shards", "codes"):
+        its_own = "makes its own data" if config.data.kind == "scenes" else f"reads {config.data.dataset} from the Hub"
         raise RunError(
-            f"The run {config.run_id!r} makes its own data ({config.data.kind}): --data has no use in it.\n"
+            f"The run {config.run_id!r} {its_own}: --data has no use in it.\n"
             "1. Leave --data out.\n2. Or choose a run that reads shards: --run emoji."
         )
     listed = shards if isinstance(shards, str) else list(shards)
@@ -201,17 +203,20 @@ def with_data(config: RunConfig, shards: str | Sequence[str] | None) -> RunConfi
 
 def require_data(config: RunConfig) -> None:
     """Raises RunError when the run reads shards and nobody said where they are."""
-    if config.data.kind == "shards" and not config.data.shards:
+    if config.data.kind in ("shards", "codes") and not config.data.shards:
+        what, by = ("image", "img2dataset") if config.data.kind == "shards" else ("code", "volunteer-kit encode")
         raise RunError(
-            f"The run {config.run_id!r} trains on image shards, and its file does not say where they are.\n"
-            "1. Say it with --data: paths, pattern or URLs of webdataset shards as img2dataset writes them.\n"
+            f"The run {config.run_id!r} trains on {what} shards, and its file does not say where they are.\n"
+            f"1. Say it with --data: paths, pattern or URLs of webdataset shards as {by} writes them.\n"
             f"   volunteer-kit demo --run {config.run_id} --data 'PATH/{{00000..00003}}.tar'"
         )
 
 
-def require_ready(config: RunConfig) -> None:
-    """Raises RunError or DataError when this machine cannot begin the run as it stands, before anything starts."""
-    require_tokenizers(config)
+def require_ready(config: RunConfig, draws: bool = False) -> None:
+    """Raises RunError or DataError when this machine cannot begin the run as it stands, before anything starts.
+    `draws`: it will make pictures too, for which a run that reads codes needs more than for training."""
+    if draws or needs_images(config):
+        require_tokenizers(config)
     require_data(config)
     if config.data.shards:
         expand_shards(config.data.shards)
@@ -229,24 +234,27 @@ def build_stream(
     *,
     peer_seed: int,
     data: str | Sequence[str] | None = None,
-    tokenizers: Tokenizers | None = None,
+    device: torch.device | str = "cpu",
 ) -> SampleStream:
-    """The run's samples as this peer reads them; `peer_seed` decorrelates peers, `data` names shards.
+    """The run's samples as this peer reads them; `peer_seed` decorrelates peers, `data` names shards, `device`
+    encodes images.
 
     Raises RunError if the run needs shards and none are named, the stream's DataError if they cannot be read.
     """
     config = with_data(config, data)
     require_data(config)
-    tokenizers = tokenizers or build_tokenizers(config)
+    tokenizers = build_stream_tokenizers(config, device)
     return open_stream(
         config.data,
         tokenizer=tokenizers.text,
-        encode_images=tokenizers.image.encode,
-        image_size=tokenizers.image.config.image_size,
+        encode_images=tokenizers.encode_images,
+        image_size=tokenizers.image_size,
         text_seq_len=config.model.text_seq_len,
+        image_seq_len=config.model.image_seq_len,
+        num_codes=config.model.num_image_tokens,
+        image_tokenizer=image_identity(config.image_tokenizer),
         seed=config.seed,
         peer_seed=peer_seed,
-        num_codes=config.model.num_image_tokens,
     )
 
 

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volunteer_kit.data.laion import Filters, LaionSource
+from volunteer_kit.data.laion import LaionSource
 from volunteer_kit.data.scenes import all_scenes, check, sample_scene
+from volunteer_kit.data.settings import Filters
 from volunteer_kit.data.shards import expand_shards
 from volunteer_kit.data.source import Limits, ShardError
+from volunteer_kit.data.sources import usable_records
 from volunteer_kit.model.image_tokenizer import WEIGHTS, PatchVQ, PatchVQConfig, load_image_tokenizer
 from volunteer_kit.model.vq_training import measure, train
 
@@ -139,7 +141,7 @@ def read_pictures(shards: str | Sequence[str], size: int, say: Callable[[str], N
     images: list[np.ndarray] = []
     for shard in source.shards:
         try:
-            images.extend(record.image for record in source.read(shard, 0, time.monotonic() + 60))
+            images.extend(record.image for record in usable_records(source, shard, time.monotonic() + 60))
         except ShardError as error:
             counts[error.cause] += 1
     if not images:

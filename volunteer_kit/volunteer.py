@@ -67,6 +67,7 @@ def join_run(
     _check_addresses("--initial-peers", peers, "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID")
     _check_addresses("--host-maddrs", host_maddrs, "/ip4/0.0.0.0/tcp/PORT")
     _check_addresses("--announce-maddrs", announce_maddrs, "/ip4/PUBLIC.IP/tcp/PORT")
+    home = Path(checkpoint_dir or tempfile.mkdtemp(prefix="volunteer_kit_"))
     spec = WorkerSpec(
         run=config.model_dump(mode="json"),
         name=name or f"volunteer-{secrets.token_hex(2)}",
@@ -76,10 +77,11 @@ def join_run(
         identity_path=str(identity_path) if identity_path else None,
         client_mode=client_mode,
         checkpoint_dir=str(checkpoint_dir) if checkpoint_dir else None,
+        stream_path=str(home / "stream.json"),
         batch_size=batch_size,
         peer_seed=secrets.randbits(31),
     )
-    log_path = Path(checkpoint_dir or tempfile.mkdtemp(prefix="volunteer_kit_")) / "worker.log"
+    log_path = home / "worker.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     say(f"Run {config.run_id} (fingerprint {config.fingerprint[:8]}), as {spec.name!r}. The worker's log: {log_path}")
     say("Ctrl-C leaves in good order; a second Ctrl-C ends at once.")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from volunteer_kit.checkpoint import CheckpointError, latest_checkpoint
-from volunteer_kit.device import Workload, detect_device, plan_device
+from volunteer_kit.device import Device, Workload, detect_device, plan_device
 from volunteer_kit.optim.recipe import parameter_names
-from volunteer_kit.run_tokenizers import build_tokenizers
+from volunteer_kit.reading import Reading
 from volunteer_kit.runs import (
     RunConfig,
     build_model,
@@ -50,11 +50,13 @@ class Session:
         self.peer: Peer | None = None
         self.optimizer: SwarmOptimizer | None = None
         self.run: RunConfig = load_run(spec.run)
-        tokenizers = build_tokenizers(self.run)
-        self.stream = build_stream(self.run, peer_seed=spec.peer_seed, tokenizers=tokenizers)
-        self.stream.next_batch(1)  # data that cannot be read must be told before others wait for us
+        device = detect_device()
+        self.device = torch.device(device.kind if device.kind in ("cuda", "mps") else "cpu")
+        self.stream = build_stream(self.run, peer_seed=spec.peer_seed, device=self.device)
+        self.stream.probe()  # data that cannot be read must be told before others wait for us
+        self.reading = Reading(self.stream, spec.stream_path, self.run.fingerprint, emit)
         self.model = build_model(self.run)
-        self._plan_device()
+        self._plan_device(device)
         self.model.to(self.device)
         self.names = parameter_names(self.model)
         try:
@@ -63,8 +65,7 @@ class Session:
             self.close()
             raise
 
-    def _plan_device(self) -> None:
-        device = detect_device()
+    def _plan_device(self, device: Device) -> None:
         plan = plan_device(device, workload(self.run, self.model.num_parameters()))
         for problem in filter(None, (*device.problems, plan.warning)):
             self.emit("warning", kind="device", message=problem)
@@ -73,7 +74,6 @@ class Session:
         self.precision, self.device_name = plan.precision, device.name
         self.model.checkpointing = plan.checkpointing
         torch.set_num_threads(max(1, self.threads))
-        self.device = torch.device(device.kind if device.kind in ("cuda", "mps") else "cpu")
         self.emit(
             "device",
             device=device.name,
@@ -111,6 +111,8 @@ class Session:
         taken = self.optimizer.join(patience=run.swarm.load_state_timeout)
         source = "peers" if taken else "checkpoint" if resumed else "new"
         self.emit("state_loaded", epoch=self.optimizer.local_epoch, source=source)
+        others = [record.stream_epoch for peer_id, record in self.board.fetch().items() if peer_id != self.peer.peer_id]
+        self.reading.share(self.peer.dht, swarm_options(self.run).run_key, others)
         self._publish()
 
     def _check_same_run(self) -> None:
@@ -158,12 +160,13 @@ class Session:
         self.trainer = Trainer(
             self.model,
             self.optimizer,
-            self.stream.next_batch,
+            self.reading.next_batch,
             compute_loss,
             batch_size=self.batch_size,
             precision=self.precision,
             callbacks=callbacks,
         )
+        self.stream.read_ahead()
         self.trainer.train(lambda: orders.leave.is_set() or self._has_finished(orders))
         if not orders.leave.is_set():
             self._reach(orders.finish_at)
@@ -187,9 +190,10 @@ class Session:
 
     def count(self, report: StepReport) -> int:
         """Samples of ours in this step, added to what this stay has earned."""
-        self.total_samples += report.counted
-        self.epochs_contributed += report.counted > 0
-        return report.counted
+        earned = self.reading.applied(report)
+        self.total_samples += earned
+        self.epochs_contributed += earned > 0
+        return earned
 
     def _publish(self, loss: float | None = None, speed: float = 0.0) -> None:
         self.board.publish(
@@ -203,11 +207,13 @@ class Session:
                 samples_per_second=float(speed),
                 loss=loss if loss is not None and math.isfinite(loss) else None,
                 client_mode=self.peer.client_mode,
+                stream_epoch=self.stream.epoch,
             )
         )
 
     def close(self) -> None:
         """Say goodbye, end the averagers, the DHT and p2pd."""
+        self.reading.close()
         if self.optimizer is not None:
             self.board.publish(None)
             self.optimizer.shutdown()
@@ -232,6 +238,7 @@ class Tell(Callback):
         if now - self._last_record >= RECORD_EVERY:
             self._last_record = now
             self.session._publish(loss, trainer.samples_per_second)
+        self.session.reading.keep()
 
     def _tell_step(self, trainer: Trainer, loss: float) -> None:
         optimizer = trainer.optimizer
@@ -246,7 +253,7 @@ class Tell(Callback):
             swarm_samples=progress.samples_accumulated,
             target_batch_size=optimizer.target_batch_size,
         )
-        counts = {cause: n for cause, n in self.session.stream.counts.items() if n}
+        counts = self.session.reading.counts()
         if trainer.microbatches_lost:
             counts["microbatch_not_finite"] = trainer.microbatches_lost
         if counts != self._skipped:

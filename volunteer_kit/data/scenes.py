@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from .source import Record
+from .source import Raw, Record
 
 LEVELS: tuple[int, ...] = (1, 2)
 GRID = 32  # pixels; the picture's own resolution, other sizes are scaled
@@ -224,18 +225,37 @@ def check(image: np.ndarray, caption: str) -> SceneCheck:
 
 
 class SceneSource:
-    """The training scenes of one level as a Source: shuffled once by a fixed hash, then cut into shards."""
+    """The training scenes of one level as a Source. There are few of them, so that a shard has every one, several
+    times at level 1, mixed by a fixed hash; else leases of a shard would be over in a second."""
 
-    SHARD = 128  # scenes
+    SHARDS = 64
+    SHARD = 4096  # scenes in a shard, about; each as often as the others
 
-    def __init__(self, level: int, image_size: int) -> None:
-        self._image_size = image_size
+    def __init__(self, level: int, image_size: int, range_length: int = 512) -> None:
+        self._image_size, self._range_length = image_size, range_length
         self._scenes = sorted(all_scenes(level, "train"), key=lambda scene: _digest("shard", scene.caption))
-        self.shards = [f"scenes-{level}/{start}" for start in range(0, len(self._scenes), self.SHARD)]
+        self._length = -(-self.SHARD // len(self._scenes)) * len(self._scenes)
+        self.shards = [f"scenes-{level}/{number}" for number in range(self.SHARDS)]
+        self.catalogue = f"scenes-{level}"
+        self.counts: Counter[str] = Counter()
 
-    def read(self, shard: str, start: int, give_up_at: float) -> Iterator[Record]:
-        """The scenes of one shard from index `start` on."""
-        first = int(shard.rsplit("/", 1)[1])
-        for index, scene in enumerate(self._scenes[first : first + self.SHARD]):
-            if index >= start:
-                yield Record(index, f"{shard}#{index}", scene.caption, scene.render(self._image_size))
+    def ranges(self, shard: str, give_up_at: float) -> list[int]:
+        return [*range(0, self._length, self._range_length), self._length]
+
+    def read(self, shard: str, start: int, stop: int | None, give_up_at: float) -> Iterator[Raw]:
+        """The scenes of one shard from index `start` up to `stop`."""
+        for index in range(start, self._length if stop is None else min(stop, self._length)):
+            again, place = divmod(index, len(self._scenes))
+            scene = self._scenes[int(_order(shard, again, len(self._scenes))[place])]
+            yield Raw(index, f"{shard}#{index}", scene, 0)
+
+    def use(self, raw: Raw) -> Record:
+        caption = raw.data.caption
+        return Record(caption, raw.data.render(self._image_size), picture=caption)
+
+
+@lru_cache(maxsize=32)
+def _order(shard: str, again: int, length: int) -> np.ndarray:
+    """The scenes' places in one round of a shard; RandomState's stream is frozen."""
+    seed = np.frombuffer(_digest("order", f"{shard}/{again}"), "<u4")
+    return np.random.RandomState(seed).permutation(length)

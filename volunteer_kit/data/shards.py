@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 import itertools
+import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import BinaryIO
 import braceexpand
 
 from .errors import DataError
+from .hosts import HOSTS
 from .http_body import READ_AHEAD, HttpBody
 from .source import Limits, ShardError
 
@@ -69,13 +73,56 @@ def _places(name: str, pattern: str) -> list[str]:
     return [str(path)]
 
 
-def open_shard(shard: str, limits: Limits, give_up_at: float) -> BinaryIO:
-    """A path or http(s) URL -> a stream of its bytes, to be closed. Raises ShardError, now or while it is read."""
-    if re.match(r"https?://", shard, re.IGNORECASE):
-        return io.BufferedReader(HttpBody(shard, limits, give_up_at), READ_AHEAD)
+def catalogue_of(kind: str, shards: Sequence[str]) -> str:
+    """A short name of a list of shards: the same for the same list in another folder, under another mirror or with
+    other access tokens in its addresses (what follows a "?")."""
+    names = [shown(shard) for shard in shards]
+    common = len(os.path.commonprefix(names)) if len(names) > 1 else len(names[0]) if names else 0
+    cut = names[0].rfind("/", 0, common) + 1 if names else 0
+    text = json.dumps([kind, [name[cut:] for name in names]])
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+
+
+def open_shard(shard: str, limits: Limits, give_up_at: float, start: int = 0, stop: int | None = None) -> BinaryIO:
+    """A path or http(s) URL -> a stream of its bytes [start, stop), fewer where it ends before; to be closed.
+    Raises ShardError, now or while it is read; at once for a server that failed a moment ago (hosts.py)."""
+    if is_address(shard):
+        HOSTS.check(shard)
+        return io.BufferedReader(HttpBody(shard, limits, give_up_at, start, stop), READ_AHEAD)
     try:
-        return open(shard, "rb", buffering=READ_AHEAD)
+        file = open(shard, "rb", buffering=READ_AHEAD)
+        file.seek(start)
     except FileNotFoundError:
         raise ShardError("missing_shard", "no such file") from None
     except OSError as error:
         raise ShardError("unreachable_shard", error.strerror or str(error)) from None
+    return file if stop is None else io.BufferedReader(_Part(file, stop - start), READ_AHEAD)
+
+
+class _Part(io.RawIOBase):
+    """The next `length` bytes of a file."""
+
+    def __init__(self, file: BinaryIO, length: int) -> None:
+        self._file, self._left = file, length
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._left)])
+        self._left -= count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def shown(shard: str) -> str:
+    """A shard as people and logs may see it: without the password or the ?key=... that an address may carry."""
+    return re.sub(r"(?<=://)[^/@]*@", "", shard.split("?")[0]) if is_address(shard) else shard
+
+
+def is_address(shard: str) -> bool:
+    """Whether a shard is read over HTTP; else it is a path."""
+    return re.match(r"https?://", shard, re.IGNORECASE) is not None

@@ -10,7 +10,7 @@ import io
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from .source import Limits, ShardError
 
@@ -19,53 +19,67 @@ MAX_NAME = 64 * 1024  # bytes of a tar's extended header; names are some tens of
 READ_AHEAD = 64 * 1024  # bytes
 
 
-class Member(NamedTuple):
-    """A file in a shard; `data` is None when it is larger than allowed."""
+class Member:
+    """A file in a shard. Its bytes are read at once or never: before the next member is asked for."""
 
-    name: str
-    data: bytes | None
+    def __init__(self, name: str, size: int, at: int, tar: _Tar) -> None:
+        self.name, self.size = name, size
+        self.at = at  # byte of the tar where its headers begin; reading can begin anew from here
+        self.is_read = False
+        self._tar = tar
+
+    def read(self) -> bytes | None:
+        """Its bytes, None if they are more than allowed. Raises ShardError."""
+        if self.size > self._tar.limits.member_bytes:
+            return None
+        self.is_read = True
+        return self._tar.read(self.size, self.size)
 
 
 def read_members(
-    stream: BinaryIO, limits: Limits, is_wanted: Callable[[str], bool], go_on: Callable[[], None] = lambda: None
+    stream: BinaryIO,
+    limits: Limits,
+    is_wanted: Callable[[str], bool],
+    go_on: Callable[[], None] = lambda: None,
+    at: int = 0,
 ) -> Iterator[Member]:
-    """The wanted regular files of an uncompressed tar, in order. Links, devices and everything else are passed by.
-    Raises ShardError ("empty_shard", "bad_shard", "cut_shard") after the members that could be read; `go_on` is
-    called before every read and may raise one too."""
-    tar = _Tar(stream, limits, go_on)
+    """The wanted regular files of an uncompressed tar, in order; `stream` begins at its byte `at`. Links, devices and
+    everything else are passed by. Raises ShardError ("empty_shard", "bad_shard", "cut_shard") after the members that
+    could be read; `go_on` is called before every read and may raise one too."""
+    tar = _Tar(stream, limits, go_on, at)
     renamed: dict[str, str] = {}  # what extended headers say about the next member
+    begin = at
     while (header := tar.header()) is not None:
         if header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME):
             renamed |= _extended(header.type, tar.read(header.size, MAX_NAME))
             continue
-        if not header.isreg() and header.type in tarfile.SUPPORTED_TYPES:
-            if header.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-                tar.skip(header.size)
-            else:  # links and folders have no data
-                renamed = {}
+        if header.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):  # about a tar or a link, between the others
+            tar.skip(header.size)
             continue
         name, size = renamed.get("path", header.name), header.size
-        if renamed.get("size", "").isdigit():
+        if re.fullmatch(r"\d{1,18}", renamed.get("size", ""), re.ASCII):
             size = int(renamed["size"])
         renamed = {}
-        if header.type == tarfile.GNUTYPE_SPARSE or not header.isreg() or not is_wanted(name):
+        if not header.isreg() and header.type in tarfile.SUPPORTED_TYPES:
+            size = 0  # links and folders have no data
+        member = Member(name, size, begin, tar)
+        if header.isreg() and header.type != tarfile.GNUTYPE_SPARSE and is_wanted(name):
+            yield member
+        if not member.is_read:
             tar.skip(size)
-        elif size > limits.member_bytes:
-            tar.skip(size)
-            yield Member(name, None)
-        else:
-            yield Member(name, tar.read(size, limits.member_bytes))
+        begin = tar.at
 
 
 class _Tar:
     """Headers and data of a tar stream, every read bounded."""
 
-    def __init__(self, stream: BinaryIO, limits: Limits, go_on: Callable[[], None]) -> None:
-        self._stream, self._limits, self._go_on, self._at = stream, limits, go_on, 0
+    def __init__(self, stream: BinaryIO, limits: Limits, go_on: Callable[[], None], at: int) -> None:
+        self.limits, self.at = limits, at
+        self._stream, self._go_on = stream, go_on
 
     def header(self) -> tarfile.TarInfo | None:
         """The next member's header, None at the end mark."""
-        first = self._at == 0
+        first = self.at == 0
         block = self._pull(BLOCK)
         self._count(len(block))
         if first and not block:
@@ -75,13 +89,13 @@ class _Tar:
         if len(block) < BLOCK:
             if first:
                 raise ShardError("bad_shard", "not a tar file")
-            raise ShardError("cut_shard", f"it ends after {self._at} bytes without the end mark of a tar")
+            raise ShardError("cut_shard", f"it ends after {self.at} bytes without the end mark of a tar")
         if block.count(0) == BLOCK:
             return None
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            what = "not a tar file" if first else f"damaged after {self._at - BLOCK} bytes"
+            what = "not a tar file" if first else f"damaged after {self.at - BLOCK} bytes"
             raise ShardError("bad_shard", f"{what} ({error})") from None
         if header.size < 0:
             raise ShardError("bad_shard", f"a member of {header.size} bytes")
@@ -94,7 +108,7 @@ class _Tar:
         self._count(padded)
         data = self._pull(padded)
         if len(data) < size:
-            raise ShardError("cut_shard", f"it ends after {self._at - padded + len(data)} bytes, inside a member")
+            raise ShardError("cut_shard", f"it ends after {self.at - padded + len(data)} bytes, inside a member")
         return data[:size]
 
     def skip(self, size: int) -> None:
@@ -117,9 +131,9 @@ class _Tar:
             raise ShardError("unreachable_shard", error.strerror or str(error)) from None
 
     def _count(self, size: int) -> None:
-        self._at += size
-        if self._at > self._limits.shard_bytes:
-            raise ShardError("bad_shard", f"larger than {self._limits.shard_bytes / 2**30:g} GiB")
+        self.at += size
+        if self.at > self.limits.shard_bytes:
+            raise ShardError("bad_shard", f"larger than {self.limits.shard_bytes / 2**30:g} GiB")
 
 
 def _extended(kind: bytes, data: bytes) -> dict[str, str]:

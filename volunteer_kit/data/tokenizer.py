@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PAD = 0
 MAX_CAPTION = 4000  # characters; what comes after never fits a model's text length
+LONGEST_REMEMBERED = 32  # characters of a word whose tokens are kept
 
 
 class Tokenizer(Protocol):
@@ -68,12 +69,20 @@ class WordTokenizer:
         self._ids = {entry: 257 + n for n, entry in enumerate(self._entries)}
         self._longest = max(map(len, self._entries))
         self.vocab_size = 257 + len(self._entries)
+        self._of_word = lru_cache(maxsize=2**14)(self._split)
 
     def encode(self, caption: str, length: int) -> list[int]:
-        text = "".join(f" {word}" for word in caption[:MAX_CAPTION].lower().split())
         ids: list[int] = []
-        at = 0
-        while at < len(text) and len(ids) < length:
+        for word in caption[:MAX_CAPTION].lower().split():
+            ids += self._of_word(word) if len(word) <= LONGEST_REMEMBERED else self._split(word)
+            if len(ids) >= length:
+                break
+        return (ids + [PAD] * length)[:length]
+
+    def _split(self, word: str) -> list[int]:
+        """The tokens of one word; no entry reaches over two."""
+        text, ids, at = f" {word}", [], 0
+        while at < len(text):
             for end in range(min(at + self._longest, len(text)), at, -1):
                 if (found := self._ids.get(text[at:end])) is not None:
                     ids.append(found)
@@ -82,7 +91,7 @@ class WordTokenizer:
             else:
                 ids.extend(1 + byte for byte in text[at].encode("utf-8", "replace"))
                 at += 1
-        return (ids + [PAD] * length)[:length]
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         parts = []

@@ -53,7 +53,7 @@ def run_demo(
     order and raise KeyboardInterrupt; a second one ends everything at once.
     """
     config = with_data(run if isinstance(run, RunConfig) else load_run(run), data)
-    require_ready(config)
+    require_ready(config, draws=True)
     folder = _make_folder(out, config.run_id)
     view = make_view()
     view.note(f"Run {config.run_id}: {config.description}" if config.description else f"Run {config.run_id}")
@@ -223,7 +223,7 @@ def _conclude(config: RunConfig, swarm: DemoSwarm, folder: Path, seconds: float)
         max_param_gap=gap,
         loss_curve=str(curve),
         images=str(shown.path),
-        skipped=dict(state.skipped) if config.data.kind == "shards" else None,
+        skipped=dict(state.skipped) if config.data.kind != "scenes" else None,
         reconstruction_error=shown.reconstruction_error,
         problems=tuple(problems),
     )

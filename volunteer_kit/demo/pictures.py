@@ -14,14 +14,15 @@ import torch
 
 from volunteer_kit.checkpoint import Checkpoint
 from volunteer_kit.data.errors import DataError
-from volunteer_kit.data.laion import Filters, LaionSource
 from volunteer_kit.data.scenes import SceneCheck
-from volunteer_kit.data.shards import Limits, expand_shards
 from volunteer_kit.data.source import Record, ShardError
+from volunteer_kit.data.sources import open_source, usable_records
 from volunteer_kit.demo.eval import SceneScores, held_out_scenes, reconstruction_error, score_scenes
 from volunteer_kit.demo.report import BAD, GOOD, HALF, Picture, draw_grid
 from volunteer_kit.generate import generate_images
-from volunteer_kit.runs import RunConfig, build_tokenizers
+from volunteer_kit.model.image_tokenizer import ImageTokenizer
+from volunteer_kit.run_tokenizers import build_tokenizers, image_identity
+from volunteer_kit.runs import RunConfig
 
 COLUMNS, SCENES_SHOWN, SHARDS_SHOWN = 8, 32, 16
 READ_AT_MOST, READ_FOR = 2000, 20.0  # records, s: enough to choose from
@@ -80,41 +81,50 @@ def _shards(config: RunConfig, checkpoint: Checkpoint, path: Path) -> Shown:
     records = _some_records(config, tokenizer.config.image_size)
     if not records:
         raise DataError("None of the shards can be read any more, so there are no captions to draw pictures from.")
-    originals = np.stack([record.image for record in records])  # uint8 (B, S, S, 3)
-    pixels = torch.from_numpy(originals).permute(0, 3, 1, 2).float() / 255  # (B, 3, S, S)
-    rebuilt = torch.cat([tokenizer.decode(tokenizer.encode(part)) for part in pixels.split(64)])
     shown = records[:SHARDS_SHOWN]
     drawn = _draw(config, checkpoint, [record.caption for record in shown], SHARD_TEMPERATURE)
-    through = (rebuilt[: len(shown)].permute(0, 2, 3, 1) * 255).round().to(torch.uint8).numpy()
-    error = reconstruction_error(pixels, rebuilt)
+    rows, error = _beside(records, len(shown), tokenizer)
     pictures, sections = [], []
     for start in range(0, len(shown), COLUMNS):
         part = range(start, min(start + COLUMNS, len(shown)))
         pictures += [Picture(drawn[i], shown[i].caption) for i in part]
-        pictures += [Picture(originals[i], "") for i in part] + [Picture(through[i], "") for i in part]
-        there_and_back = f"the original, to codes and back (root mean square error {error:.3f})"
-        headings = ("drawn by the model from the caption", "the original", there_and_back)
-        sections += [(heading, len(part)) for heading in headings]
+        pictures += [Picture(row[i], "") for row in rows.values() for i in part]
+        sections += [(heading, len(part)) for heading in ("drawn by the model from the caption", *rows)]
     title = f"{config.run_id}, epoch {checkpoint.epoch}: captions that were trained on"
     draw_grid(pictures, path, title, columns=COLUMNS, rows_of=sections)
     return Shown(path, reconstruction_error=error)
 
 
+def _beside(
+    records: list[Record], count: int, tokenizer: ImageTokenizer
+) -> tuple[dict[str, np.ndarray], float | None]:
+    """What is shown beside the first `count` pictures drawn, uint8 (count, S, S, 3) by heading: what was trained on,
+    and before and after its codes where it came as images; and what codes lose, over all records."""
+    if records[0].image is None:
+        codes = torch.from_numpy(np.stack([record.codes for record in records[:count]]))
+        return {"what it was trained on, from its codes": _to_pixels(tokenizer.decode(codes))}, None
+    originals = np.stack([record.image for record in records])  # uint8 (B, S, S, 3)
+    pixels = torch.from_numpy(originals).permute(0, 3, 1, 2).float() / 255  # (B, 3, S, S)
+    rebuilt = torch.cat([tokenizer.decode(tokenizer.encode(part)) for part in pixels.split(64)])
+    error = reconstruction_error(pixels, rebuilt)
+    there_and_back = f"the original, to codes and back (root mean square error {error:.3f})"
+    return {"the original": originals[:count], there_and_back: _to_pixels(rebuilt[:count])}, error
+
+
+def _to_pixels(images: torch.Tensor) -> np.ndarray:
+    """float (B, 3, S, S) in [0, 1] -> uint8 (B, S, S, 3)."""
+    return (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8).numpy()
+
+
 def _some_records(config: RunConfig, image_size: int) -> list[Record]:
     """Usable records of the run's shards, in an order of chance that is always the same."""
-    data = config.data
-    source = LaionSource(
-        expand_shards(data.shards or []),
-        image_size=image_size,
-        filters=Filters(data.min_caption, data.nsfw_allowed, data.max_aspect),
-        limits=Limits(data.timeout, data.retries, int(data.max_member_mb * 2**20)),
-        counts=Counter(),
-    )
+    model, tokenizer = config.model, image_identity(config.image_tokenizer)
+    source = open_source(config.data, image_size, model.image_seq_len, model.num_image_tokens, tokenizer, Counter())
     records: list[Record] = []
     deadline = time.monotonic() + READ_FOR
     for shard in source.shards:
         try:
-            for record in source.read(shard, 0, deadline):
+            for record in usable_records(source, shard, deadline):
                 records.append(record)
                 if len(records) >= READ_AT_MOST or time.monotonic() > deadline:
                     break

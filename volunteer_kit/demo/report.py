@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from volunteer_kit.data.laion import CAUSES
+from volunteer_kit.data.causes import CAUSES
 from volunteer_kit.demo.state import CurvePoint, DemoState, Mark
 from volunteer_kit.demo.view import duration
 

@@ -156,6 +156,7 @@ class DemoSwarm:
             identity_path=str(home / "identity.key"),
             client_mode=False,
             checkpoint_dir=str(home / "checkpoints"),
+            stream_path=str(home / "stream.json"),
             batch_size=self.batch_size,
             threads=self.threads,
             peer_seed=index,

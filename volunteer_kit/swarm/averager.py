@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import multiprocessing as mp
 import time
+from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
@@ -242,6 +243,7 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
     """
 
     microbatches_lost: int = 0  # not finite, left out
+    names: tuple = ()  # of the samples accumulated
     told: Any = None  # what the group is told of our state; the optimizer sets it
     # when a reducer dies, everybody loses its slice: with zeros there all still take the same step, with their own
     # gradients each would go its own way
@@ -251,7 +253,7 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
         return super().schedule_step(scheduled_time, gather=self.told, **kwargs)
 
     @torch.no_grad()
-    def accumulate_grads_(self, batch_size: int, grad_scale: float = 1.0) -> bool:
+    def accumulate_grads_(self, batch_size: int, grad_scale: float = 1.0, names: Sequence = ()) -> bool:
         """Add the parameters' .grad, the mean over `batch_size` samples times `grad_scale`. False: not finite."""
         grads = list(self._grads_from_parameters())
         norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(grads)])
@@ -264,7 +266,12 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
         torch._foreach_add_(accumulators, grads, alpha=batch_size / grad_scale)
         self.local_samples_accumulated += batch_size
         self.local_times_accumulated += 1
+        self.names += tuple(names)
         return True
+
+    def reset_accumulated_grads_(self) -> None:
+        super().reset_accumulated_grads_()
+        self.names = ()
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:

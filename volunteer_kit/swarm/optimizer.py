@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
@@ -133,10 +133,11 @@ class SwarmOptimizer(FollowingOptimizer):
 
     # --- one microbatch ---
 
-    def step(self, batch_size: int, grad_scale: float = 1.0) -> bool:
-        """Count the gradients in .grad, the mean over `batch_size` samples times `grad_scale`; when the swarm has
-        target_batch_size samples, average and take the global step. :returns: False if they were not finite."""
-        self._grad_scale, self._taken = grad_scale, True
+    def step(self, batch_size: int, grad_scale: float = 1.0, names: Sequence[Hashable] = ()) -> bool:
+        """Count the gradients in .grad, the mean over `batch_size` samples of these `names`, times `grad_scale`; when
+        the swarm has target_batch_size samples, average and take the global step. :returns: False if they were not
+        finite."""
+        self._grad_scale, self._names, self._taken = grad_scale, names, True
         if self._follow is not None and self._catch_up():
             return True  # the gradients at hand are of the model we just gave up
         super().step(batch_size=batch_size)
@@ -155,7 +156,7 @@ class SwarmOptimizer(FollowingOptimizer):
         return super()._should_load_state_from_peers()
 
     def _check_and_accumulate_gradients(self, batch_size: int, grad_scaler=None) -> bool:
-        self._taken = self.grad_averager.accumulate_grads_(batch_size, self._grad_scale)
+        self._taken = self.grad_averager.accumulate_grads_(batch_size, self._grad_scale, self._names)
         if self._taken:
             self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
         return self._taken
@@ -191,6 +192,7 @@ class SwarmOptimizer(FollowingOptimizer):
         report = self._report = {
             "epoch": self.local_epoch + 1,
             "samples": self.grad_averager.local_samples_accumulated,
+            "names": self.grad_averager.names,
             "told": self.state_averager.told,
             "started": time.perf_counter(),
         }
@@ -241,6 +243,7 @@ class SwarmOptimizer(FollowingOptimizer):
             StepReport(
                 epoch=report["epoch"],
                 samples=report["samples"],
+                names=report["names"],
                 group_size=max(1, len(outcome)),
                 received=outcome.received,
                 seconds=time.perf_counter() - report["started"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from hivemind.compression import CompressionBase, NoCompression
@@ -47,8 +48,8 @@ class SwarmOptions:
 class StepReport:
     """One applied global step, as this peer saw it.
 
-    `samples`: this peer's own that were in it; `failure`: why they did not reach the others, None if they did;
-    `apart`: why our state is not the others', who is being followed, None if it is theirs.
+    `samples`: this peer's own that were in it; `names`: what they are called; `failure`: why they did not reach the
+    others, None if they did; `apart`: why our state is not the others', who is being followed, None if it is theirs.
     """
 
     epoch: int
@@ -59,6 +60,7 @@ class StepReport:
     bytes_sent: int
     bytes_received: int
     refused: dict[str, str]
+    names: tuple[Hashable, ...] = ()
     failure: str | None = None
     apart: str | None = None
 

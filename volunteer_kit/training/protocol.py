@@ -27,6 +27,7 @@ class WorkerSpec(BaseModel):
     identity_path: str | None = None  # a file: the same peer id after a restart
     client_mode: bool | None = None  # None: find out whether others can reach this machine
     checkpoint_dir: str | None = None
+    stream_path: str | None = None  # a file: where the stream was at the last global step, to go on after a restart
     resume: bool = True  # start from the newest good checkpoint in checkpoint_dir, if there is one
     batch_size: int | None = None  # microbatch; None: the device plan's
     threads: int | None = None  # CPU threads for torch; None: the device plan's
@@ -65,7 +66,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "step": ("epoch", "samples", "samples_per_second", "loss", "num_peers", "swarm_samples", "target_batch_size"),
     # one an applied global step: `samples` of this peer entered it; `loss` is their mean; `received`: 1.0 = all parts
     "epoch": ("epoch", "samples", "total_samples", "loss", "group_size", "received", "seconds", "sent_bytes"),
-    "skipped": ("counts",),  # records of the stream left out, by cause; cumulative
+    "skipped": ("counts",),  # records of the stream left out, and leases lost, by cause; cumulative
     "warning": ("kind", "message"),
     "error": ("kind", "message"),  # in plain words; the process ends with exit code 2 and must not be restarted as is
     "checkpoint": ("path", "epoch"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,9 +18,10 @@ from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 
 
 class Batch(Protocol):
-    """A microbatch: a row of `text` (B, T) is a sample."""
+    """A microbatch: a row of `text` (B, T) is a sample, and has a name."""
 
     text: torch.Tensor
+    names: Sequence[Hashable]
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Trainer:
             except torch.OutOfMemoryError:
                 self._shrink()
                 continue
-            taken = self.optimizer.step(batch_size=samples, grad_scale=self.loss_scale.value)
+            taken = self.optimizer.step(batch_size=samples, grad_scale=self.loss_scale.value, names=batch.names)
             self._after_step(loss.item(), samples, taken, time.perf_counter() - started)
 
     def _batches(self, should_stop: Callable[[], bool]) -> Iterator[Any]:

@@ -1,0 +1,94 @@
+"""One worker's reading: the stream, its leases in the swarm, and where to go on after a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from statistics import median_low
+
+from hivemind.dht import DHT
+
+from volunteer_kit.data.leases import Lease
+from volunteer_kit.data.ledger import Ledger
+from volunteer_kit.data.stream import Batch, SampleStream
+from volunteer_kit.swarm.leases import SwarmLeases
+from volunteer_kit.swarm.optimizer import StepReport
+from volunteer_kit.training.callbacks import Emit
+
+MAX_STATE = 64 * 1024  # bytes of the file
+
+
+class Reading:
+    """What stands between the stream and the trainer.
+
+    :param path: file for the stream's state as of the last global step; None: a restart begins elsewhere
+    :param fingerprint: of the run; a state of another run is not used
+    """
+
+    def __init__(self, stream: SampleStream, path: str | None, fingerprint: str, emit: Emit):
+        self._stream, self._path, self._fingerprint, self._emit = stream, path and Path(path), fingerprint, emit
+        self._leases: SwarmLeases | None = None
+        self._ledger = Ledger()
+        self._earned_nothing = 0
+        self._load()
+
+    def share(self, dht: DHT, run_key: str, others: list[int]) -> None:
+        """Lease from the swarm from now on; `others` are the stream epochs that its peers are in."""
+        self._leases = SwarmLeases(dht, f"{run_key}_{self._stream.source.catalogue}", Lease)
+        self._stream.lease_from(self._leases, epoch=median_low(others) if others else 0)
+
+    def next_batch(self, batch_size: int) -> Batch:
+        return self._ledger.given(self._stream.next_batch(batch_size))
+
+    def applied(self, report: StepReport) -> int:
+        """A global step was taken. :returns: samples of ours in it that earn credit: with a lease that was ours."""
+        found = self._ledger.applied(report.names)
+        if found.after is not None:
+            self._stream.applied(found.after)
+            self._save(self._stream.state_dict(found.after))
+        if not report.counted or self._leases is None:
+            return report.counted
+        earned = sum(count for lease, count in found.samples.items() if self._leases.earns(lease))
+        self._earned_nothing += sum(found.samples.values()) - earned
+        return min(earned, report.counted)
+
+    def keep(self) -> None:
+        """Renew the leases where it is time; does not wait."""
+        if self._leases is not None:
+            self._leases.keep()
+
+    def counts(self) -> dict[str, int]:
+        """What was left out, lost or read twice, by cause."""
+        more = {"samples_lost": self._ledger.lost, "samples_without_credit": self._earned_nothing}
+        return {cause: n for cause, n in {**self._stream.counts, **more}.items() if n}
+
+    def close(self) -> None:
+        """Leave to others what is left of our leases."""
+        self._stream.close()
+        if self._leases is not None:
+            self._leases.close()
+
+    def _load(self) -> None:
+        if self._path is None or not self._path.is_file():
+            return
+        try:
+            with self._path.open() as file:
+                saved = json.loads(file.read(MAX_STATE))
+            if saved["fingerprint"] == self._fingerprint:
+                self._stream.load_state_dict(saved["stream"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            message = f"How far the data had been read cannot be told from {self._path} ({error}); it begins anew."
+            self._emit("warning", kind="stream", message=message)
+
+    def _save(self, state: dict) -> None:
+        if self._path is None:
+            return
+        part = self._path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps({"fingerprint": self._fingerprint, "stream": state}))
+            os.replace(part, self._path)
+        except OSError as error:
+            message = f"How far the data were read could not be saved in {self._path}: {error.strerror or error}."
+            self._emit("warning", kind="stream", message=message)
+            self._path = None  # told once; training goes on

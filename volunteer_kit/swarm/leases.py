@@ -1,0 +1,274 @@
+"""Leases of ranges of the data, through the DHT: who reads what, so that nobody reads the same by accident.
+
+A shard has one DHT key an epoch, under which each peer that reads it keeps one signed record: the ranges it holds,
+until when, how far it got, and the ranges that are done. To claim, a peer looks what is free, writes its record, and
+looks again: who then sees another's claim on the same ranges gives up its own, so that of two simultaneous claims at
+most one stands. A claim that is not renewed expires; its ranges are free for others, who go on at the record where the
+last holder was, since the order inside a range is the same for all. Peers that cannot see each other may hold the
+same ranges until one of them renews; both see it then, both count it, and the same one of them lets go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hivemind.dht import DHT
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.utils import get_dht_time
+
+from volunteer_kit.swarm.lease_records import (
+    END,
+    MAX_HELD,
+    MAX_SPANS,
+    LeaseRecord,
+    Span,
+    free_ranges,
+    merged,
+    overlap,
+    rank,
+)
+from volunteer_kit.swarm.records import parse_record
+
+MAX_HOLDERS = 256  # records looked at under one key
+MAX_REMEMBERED = 1000  # shards of which our own record is kept here; of others the DHT tells
+MEMORY = 24 * 3600.0  # s that done ranges are remembered
+PATIENCE = 10.0  # s for the DHT to store a claim
+
+
+@dataclass
+class _Held:
+    lease: Any
+    first: int
+    last: int
+
+
+@dataclass
+class _Mine:
+    """Our own record of one shard in one epoch."""
+
+    done: list[Span] = field(default_factory=list)
+    held: list[_Held] = field(default_factory=list)  # in the order in which they are read
+    used: int = 0  # of the first range of the first
+    until: float = 0.0
+
+    def finish(self, held: _Held, before: int) -> None:
+        """Ranges up to `before` are done."""
+        before = min(before, held.last)
+        if before > held.first:
+            self.done = merged([*self.done, (held.first, before)])[-MAX_SPANS:]
+            held.first, self.used = before, 0
+
+    def record(self, peer_id: bytes) -> LeaseRecord:
+        held = [[one.first, one.last] for one in self.held if one.first < one.last]
+        return LeaseRecord(peer_id=peer_id, held=held, used=self.used, until=self.until, done=self.done)
+
+
+class SwarmLeases:
+    """Leases of one run's data among its peers: data.leases.Leases.
+
+    :param prefix: of the DHT keys: peers that share it share the data. Run key and the source's catalogue
+    :param make: (epoch, shard, first, last, used) -> lease, `last` None for up to the shard's end
+    :param lifetime: s a claim stands without renewal. Below several microbatches, a slow peer would lose its leases
+        while it trains; the higher, the longer nobody goes on where a peer died
+    :ivar counts: "conflict": claims given up because another was as quick; "duplicate": ranges that another peer
+        turned out to hold as well; "lost": leases given up for that; "taken_over": of peers that went silent
+    """
+
+    shared = True
+
+    def __init__(self, dht: DHT, prefix: str, make: Callable[..., Any], lifetime: float = 600.0):
+        self._dht, self._prefix, self._make, self._lifetime = dht, prefix, make, lifetime
+        signer = RSASignatureValidator()
+        dht.add_validators([signer])
+        self._subkey, self._own_id = signer.local_public_key, dht.peer_id.to_bytes()
+        self._lock = threading.RLock()
+        self._mine: dict[str, _Mine] = {}  # by DHT key
+        self._active: list[tuple[Any, str]] = []  # leases whose samples are not all trained on, in order; their keys
+        self._ended: dict[Any, int | None] = {}  # how far those were read that will be read no further
+        self._lost: set[Any] = set()
+        self._renewed = get_dht_time()
+        self.counts: Counter[str] = Counter()
+
+    # what the stream asks
+
+    def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Any | None:
+        """See data.leases.Leases. Three calls to the DHT; where it does not answer, all seems free."""
+        key, now = self._key(epoch, shard), get_dht_time()
+        mine, others = self._look(key)
+        own = mine.record(self._own_id).copy(update={"until": now + 1})  # what we read is not free for us
+        free = free_ranges([*others, own], ranges, want, now)
+        if free is None or len(mine.held) >= MAX_HELD:
+            return None
+        before = [record for record in others if any(overlap(span, free) for span in record.held)]
+        lease = self._make(epoch, shard, free.first, None if free.last == END else free.last, free.used)
+        if not self._hold(key, lease, free.last):
+            return None
+        self.counts["taken_over"] += bool(before)
+        return lease
+
+    def resume(self, lease: Any) -> Any | None:
+        """The rest of a lease from before a restart, unless others have taken it up meanwhile."""
+        key, now = self._key(lease.epoch, lease.shard), get_dht_time()
+        mine, others = self._look(key)
+        first, used = lease.first, lease.used
+        for span in mine.done:  # what we had told the others may be newer than what was saved
+            if overlap(span, (first, first + 1)):
+                first, used = span[1], 0
+        wanted = (first, END if lease.last is None else lease.last)
+        used = max([used, *(r.used for r in others if r.held and r.held[0][0] == first)])
+        busy = [span for r in others for span in (*r.done, *r.holds(now)) if overlap(span, wanted)]
+        last = min([wanted[1], *(max(start, first) for start, _ in busy)])
+        if last <= first or (lease.last is None and busy):
+            return None
+        lease = self._make(lease.epoch, lease.shard, first, None if last == END else last, used)
+        return lease if self._hold(key, lease, last) else None
+
+    def holds(self, lease: Any) -> bool:
+        """Whether a lease is still ours. One that ran out (the machine slept) is renewed if nobody has taken it."""
+        now = get_dht_time()
+        if any(held == lease and self._mine[key].until <= now for held, key in self._active):
+            self._renew()
+        return lease not in self._lost
+
+    def ended(self, lease: Any, before: int | None) -> None:
+        with self._lock:
+            self._ended[lease] = before
+
+    def applied(self, lease: Any, range_: int, used: int) -> None:
+        """Ranges before `range_` of the lease, and all leases before it, are done. The others are told in the
+        background."""
+        with self._lock:
+            if all(one != lease for one, _ in self._active):
+                return
+            changed = []
+            while self._active[0][0] != lease:
+                changed.append(self._finish(*self._active.pop(0)))
+            mine = self._mine[self._active[0][1]]
+            for held in mine.held:
+                if held.lease == lease:
+                    mine.finish(held, range_)
+                    mine.used = used
+            changed.append(self._active[0][1])
+        for key in dict.fromkeys(changed):
+            self._publish(key)
+
+    def earns(self, lease: Any) -> bool:
+        """Whether work on a lease's samples is credited: it is ours, and was not another's as well."""
+        return lease.owned and lease not in self._lost
+
+    # what the trainer calls
+
+    def keep(self) -> None:
+        """Renew what is held once a third of its lifetime is over; to be called between microbatches, does not
+        wait."""
+        if get_dht_time() - self._renewed > self._lifetime / 3:
+            self._renewed = get_dht_time()
+            threading.Thread(target=self._renew, name="renew-leases", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave what is held to others, and tell how far we got."""
+        with self._lock:
+            keys = list(dict.fromkeys(key for _, key in self._active))
+            self._active.clear()
+            for key in keys:
+                self._mine[key].until = 0.0
+        for key in keys:
+            self._publish(key, wait=True)
+
+    # how
+
+    def _key(self, epoch: int, shard: int) -> str:
+        return f"{self._prefix}_lease_{epoch}_{shard}"
+
+    def _hold(self, key: str, lease: Any, last: int) -> bool:
+        """Write a claim and look again. :returns: False if another has claimed the same meanwhile."""
+        mine, held = self._mine[key], _Held(lease, lease.first, last)
+        with self._lock:
+            mine.until = get_dht_time() + self._lifetime
+            if not mine.held:
+                mine.used = lease.used
+            mine.held.append(held)
+        self._publish(key, wait=True)
+        span = (held.first, held.last)
+        if any(overlap(span, theirs) for record in self._others(key) for theirs in record.holds(get_dht_time())):
+            self.counts["conflict"] += 1
+            with self._lock:
+                mine.held.remove(held)
+            self._publish(key)
+            return False
+        with self._lock:
+            self._lost.discard(lease)
+            self._active.append((lease, key))
+        return True
+
+    def _finish(self, lease: Any, key: str) -> str:
+        """All samples of a lease are trained on."""
+        mine, before = self._mine[key], self._ended.pop(lease, None)
+        for held in [held for held in mine.held if held.lease == lease]:
+            mine.finish(held, held.last if before is None else before)
+            mine.held.remove(held)
+            mine.used = mine.held[0].lease.used if mine.held else 0
+        return key
+
+    def _look(self, key: str) -> tuple[_Mine, list[LeaseRecord]]:
+        """Our own record of a shard, also from before a restart, and the others'."""
+        own, others = self._fetch(key)
+        with self._lock:
+            if key not in self._mine:
+                idle = [old for old, mine in self._mine.items() if not mine.held]
+                for old in idle[: max(0, len(self._mine) - MAX_REMEMBERED)]:
+                    del self._mine[old]
+                self._mine[key] = _Mine(merged(own.done) if own is not None else [])
+            mine = self._mine[key]
+        if own is not None and not mine.held:  # what we held before a restart is as free as what the dead held
+            others = [*others, own.copy(update={"until": 0.0, "done": []})]
+        return mine, others
+
+    def _others(self, key: str) -> list[LeaseRecord]:
+        return self._fetch(key)[1]
+
+    def _fetch(self, key: str) -> tuple[LeaseRecord | None, list[LeaseRecord]]:
+        found = self._dht.get(key, latest=True)
+        own, others = None, []
+        for subkey, value in (found.value if found and isinstance(found.value, dict) else {}).items():
+            record = parse_record(LeaseRecord, subkey, value)
+            if record is not None and record.peer_id == self._own_id:
+                own = record
+            elif record is not None and len(others) < MAX_HOLDERS:
+                others.append(record)
+        return own, others
+
+    def _publish(self, key: str, wait: bool = False) -> None:
+        with self._lock:
+            value, now = self._mine[key].record(self._own_id).dict(), get_dht_time()
+        future = self._dht.store(key, value, expiration_time=now + MEMORY, subkey=self._subkey, return_future=True)
+        if wait:
+            with contextlib.suppress(Exception):  # a DHT that does not answer must not stop the training
+                future.result(timeout=PATIENCE)
+
+    def _renew(self) -> None:
+        """Renew every claim; of two peers that hold the same ranges one lets go."""
+        with self._lock:
+            keys = list(dict.fromkeys(key for _, key in self._active))
+        for key in keys:
+            others, now = self._others(key), get_dht_time()
+            with self._lock:
+                mine = self._mine[key]
+                for held in list(mine.held):
+                    self._settle(key, mine, held, [record for record in others if record.until > now])
+                mine.until = now + self._lifetime
+            self._publish(key)
+
+    def _settle(self, key: str, mine: _Mine, held: _Held, others: list[LeaseRecord]) -> None:
+        """Count what others hold of our lease, and give it up if it stays with one of them."""
+        same = {r.peer_id: sum(overlap((held.first, held.last), span) for span in r.held) for r in others}
+        self.counts["duplicate"] += sum(same.values())
+        if any(count and rank(key, peer) < rank(key, self._own_id) for peer, count in same.items()):
+            self.counts["lost"] += 1
+            self._lost.add(held.lease)
+            mine.held.remove(held)
