@@ -32,7 +32,7 @@ def test_help_names_every_verb_and_needs_neither_torch_nor_hivemind():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for verb in ("demo", "join", "host", "generate", "convert", "train-tokenizer"):
+    for verb in ("demo", "join", "host", "generate", "encode", "convert", "train-tokenizer"):
         assert verb in done.stdout
 
 

@@ -223,6 +223,23 @@ def convert(
     door(source, target, run=run, config=config)
 
 
+@app.command()
+@_plain_errors
+def encode(
+    shards: Annotated[list[str], typer.Argument(help="Image shards: paths, folders, patterns or URLs.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the code shards.")],
+    run: Annotated[str, typer.Option(help="The run whose image tokenizer and filters are taken.")],
+    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Processes; default: one a core.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=256, help="Of each process; default: 1.")] = None,
+) -> None:
+    """Make code shards of image shards, once, so that training needs no encoder. Goes on where it was stopped."""
+    from volunteer_kit.encode.door import encode as door
+
+    result = door(shards, out, run=run, workers=workers, threads=threads, say=functools.partial(print, flush=True))
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
 @app.command("train-tokenizer")
 @_plain_errors
 def train_tokenizer(
