@@ -1,10 +1,13 @@
-"""One peer that leases, a process of its own, on a real DHT.
+"""One peer that leases, a process of its own, on a real DHT whose line can be cut, and that can forget a peer.
 
 argv[1]: JSON settings. stdin: one JSON order a line, {"do": ...}. stdout: one JSON event a line, an "answer" each.
 """
 
 import json
 import sys
+
+from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration
 
 from volunteer_kit.data.leases import Lease
 from volunteer_kit.swarm.leases import SwarmLeases
@@ -16,19 +19,20 @@ class CutDHT:
     """A DHT whose line can be cut: then it finds and stores nothing, as on the other side of a partition."""
 
     def __init__(self, dht):
-        self._dht, self.cut, self.hidden = dht, False, []
+        self._dht, self.cut, self.forgotten = dht, False, b""
 
     def __getattr__(self, name):
         return getattr(self._dht, name)
 
     def get(self, *args, **kwargs):
-        return None if self.cut else self._dht.get(*args, **kwargs)
+        found = None if self.cut else self._dht.get(*args, **kwargs)
+        if found is not None and self.forgotten:
+            kept = {key: value for key, value in found.value.items() if value.value["peer_id"] != self.forgotten}
+            found = ValueWithExpiration(kept, found.expiration_time)
+        return found
 
     def store(self, *args, **kwargs):
-        if not self.cut:
-            return self._dht.store(*args, **kwargs)
-        self.hidden.append((args, kwargs))
-        return None
+        return None if self.cut else self._dht.store(*args, **kwargs)
 
 
 def main() -> None:
@@ -51,6 +55,9 @@ def main() -> None:
             order["lease"] = Lease(*order["lease"])
         if verb == "cut":
             dht.cut = order["cut"]
+            result = None
+        elif verb == "forget":
+            dht.forgotten = PeerID.from_base58(order["peer_id"]).to_bytes()
             result = None
         elif verb == "counts":
             result = dict(leases.counts)

@@ -37,7 +37,7 @@ def said(held=(), done=(), used=0, until=NOW + 1) -> LeaseRecord:
         ([said(held=[[4, 8]], done=[[0, 4]])], 8, 3, None),
         ([said(held=[[0, 4]], used=7, until=NOW - 1)], 8, 3, Free(0, 3, 7)),  # a dead one's, where it stopped
         ([said(held=[[2, 4]], done=[[0, 2]], used=7, until=NOW - 1)], 8, 9, Free(2, 8, 7)),
-        ([said(held=[[2, 4]], used=7, until=NOW - 1)], 8, 9, Free(0, 8, 0)),
+        ([said(held=[[2, 4]], used=7, until=NOW - 1)], 8, 9, Free(0, 2, 0)),  # what was begun is a lease of its own
         ([said(held=[[0, 4]], used=7, until=NOW - 1), said(held=[[0, 2]])], 8, 9, Free(2, 8, 0)),
         ([], None, 3, Free(0, END, 0)),
         ([said(held=[[0, END]])], None, 3, None),
@@ -118,7 +118,7 @@ def test_peers_share_a_shard_and_go_on_where_one_died(peers):
     a.kill()
     deadline = time.monotonic() + 30
     assert claim(b)[2:5] == [6, 8, 0]
-    while (taken := claim(b)) is None:  # until its claim has expired
+    while (taken := claim(b)) == "held":  # until its claim has expired
         assert time.monotonic() < deadline
     assert taken[2:5] == [1, 2, 40]  # [0, 1) is done, and of [1, 2) so many records
     assert b.ask(do="counts")["result"] == {"taken_over": 1}
@@ -130,21 +130,38 @@ def test_what_is_done_stays_done_and_another_epoch_is_free(peers):
     a.ask(do="ended", lease=lease, before=None)
     after = claim(a, shard=1)
     a.ask(do="applied", lease=after, range_=0, used=3)
-    assert claim(b) is None
+    assert claim(b) == "done"
     assert claim(b, epoch=1)[2:4] == [0, 2]
 
 
 def test_a_shard_whose_end_nobody_knows_is_one_peers(peers):
     a, b = peers(lifetime=60), peers()
     whole = claim(a, ranges=None)
-    assert whole[2:4] == [0, None] and claim(b, ranges=None) is None
+    assert whole[2:4] == [0, None] and claim(b, ranges=None) == "held"
     a.ask(do="applied", lease=whole, range_=3, used=5)
     a.ask(do="close")  # leaves in good order
     rest = claim(b, ranges=None)
     assert rest[2:5] == [3, None, 5]
     b.ask(do="ended", lease=rest, before=None)
     b.ask(do="applied", lease=claim(b, shard=1), range_=0, used=0)
-    assert claim(b, ranges=None) is None
+    assert claim(b, ranges=None) == "done"
+
+
+def test_what_one_had_done_is_remembered_when_its_own_word_is_lost(peers):
+    """DHT records go with the nodes that hold them: whoever reads on in a shard repeats what it saw."""
+    a, b, c = peers(), peers(), peers()
+    a.ask(do="applied", lease=claim(a, want=4), range_=3, used=0)
+    assert claim(b)[2:4] == [4, 6]
+    c.ask(do="forget", peer_id=a.wait_event("connected")["peer_id"])
+    assert claim(c)[2:4] == [3, 4]
+
+
+def test_peers_tell_each_other_where_they_are(peers):
+    group = [peers() for _ in range(4)]
+    assert group[0].ask(do="where", epoch=2, place=7)["result"] == [2, 7]  # nobody else is there yet
+    for peer, place in zip(group, (7, 9, 900_000), strict=False):
+        peer.ask(do="where", epoch=2, place=place)
+    assert group[3].ask(do="where", epoch=0, place=0)["result"] == [2, 9]  # the median: one alone leads nobody astray
 
 
 def test_a_peer_that_comes_back_goes_on_with_its_own_lease(peers, tmp_path):
@@ -180,16 +197,13 @@ def test_two_sides_of_a_partition_are_counted_and_one_lets_go(peers):
 
 def test_quick_claims_at_the_same_moment_never_give_the_same_twice(peers):
     group = [peers() for _ in range(3)]
-    held: set[int] = set()
     for shard in range(4):
         for peer in group:
             peer.order(json.dumps({"do": "claim", "epoch": 0, "shard": shard, "ranges": 6, "want": 2}))
         answers = [peer.wait_for(lambda e, n=shard: e["event"] == "answer" and e["number"] == n) for peer in group]
-        given_out = [range(one["result"][2], one["result"][3]) for one in answers if one["result"]]
+        given_out = [range(*one["result"][2:4]) for one in answers if one["result"] != "held"]
         flat = [n for ranges in given_out for n in ranges]
-        assert len(flat) == len(set(flat))
-        held |= {(shard, n) for n in flat}
-    assert held
+        assert len(flat) == len(set(flat)) >= 2  # and who gave way tried again
 
 
 def test_a_record_that_another_signed_is_not_heard(peers, tmp_path):

@@ -101,7 +101,7 @@ def save_checkpoint(folder: str | Path, tensors: Mapping[str, torch.Tensor], met
             raise OSError("the disk is full")
         temporary.mkdir()
         save_file(unique, temporary / TENSORS, metadata={"format": "pt"})
-        _flush(temporary / TENSORS)
+        flush(temporary / TENSORS)
         own = {
             "format": FORMAT,
             "kit_version": _kit_version(),
@@ -111,7 +111,7 @@ def save_checkpoint(folder: str | Path, tensors: Mapping[str, torch.Tensor], met
             "aliases": aliases,
         }
         _write_meta(temporary / META, _Meta.model_validate({**meta, **own}).model_dump())
-        _flush(temporary)
+        flush(temporary)
         _put_in_place(temporary, path)
     except (OSError, SafetensorError) as cause:
         raise CheckpointError(_why_not_saved(path, needed, cause)) from cause
@@ -271,7 +271,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
     if replaces:
         path.rename(aside)
     temporary.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
     if replaces:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -286,8 +286,8 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _flush(path: Path) -> None:
-    """fsync of a file or a folder."""
+def flush(path: Path) -> None:
+    """fsync of a file, or of a folder: names that were given stay given."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

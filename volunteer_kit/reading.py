@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from statistics import median_low
 
 from hivemind.dht import DHT
 
@@ -33,10 +32,10 @@ class Reading:
         self._earned_nothing = 0
         self._load()
 
-    def share(self, dht: DHT, run_key: str, others: list[int]) -> None:
-        """Lease from the swarm from now on; `others` are the stream epochs that its peers are in."""
+    def share(self, dht: DHT, run_key: str) -> None:
+        """Lease from the swarm from now on."""
         self._leases = SwarmLeases(dht, f"{run_key}_{self._stream.source.catalogue}", Lease)
-        self._stream.lease_from(self._leases, epoch=median_low(others) if others else 0)
+        self._stream.lease_from(self._leases)
 
     def next_batch(self, batch_size: int) -> Batch:
         return self._ledger.given(self._stream.next_batch(batch_size))
@@ -61,6 +60,8 @@ class Reading:
     def counts(self) -> dict[str, int]:
         """What was left out, lost or read twice, by cause."""
         more = {"samples_lost": self._ledger.lost, "samples_without_credit": self._earned_nothing}
+        if self._leases is not None:
+            more["ranges_read_twice"] = self._leases.counts["duplicate"]
         return {cause: n for cause, n in {**self._stream.counts, **more}.items() if n}
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from volunteer_kit.worker import Orders
 
 STEP_EVERY = 1.0  # s between "step" events
+MICROBATCHES_AHEAD = 4  # read in the background
 RECORD_EVERY = 15.0  # s between renewals of our record, a quarter of its lifetime
 FINISH_PATIENCE = 60.0  # s to reach the last epoch once the others have, and then to hold what they hold
 
@@ -111,8 +112,7 @@ class Session:
         taken = self.optimizer.join(patience=run.swarm.load_state_timeout)
         source = "peers" if taken else "checkpoint" if resumed else "new"
         self.emit("state_loaded", epoch=self.optimizer.local_epoch, source=source)
-        others = [record.stream_epoch for peer_id, record in self.board.fetch().items() if peer_id != self.peer.peer_id]
-        self.reading.share(self.peer.dht, swarm_options(self.run).run_key, others)
+        self.reading.share(self.peer.dht, swarm_options(self.run).run_key)
         self._publish()
 
     def _check_same_run(self) -> None:
@@ -166,7 +166,7 @@ class Session:
             precision=self.precision,
             callbacks=callbacks,
         )
-        self.stream.read_ahead()
+        self.stream.read_ahead(MICROBATCHES_AHEAD * self.batch_size)
         self.trainer.train(lambda: orders.leave.is_set() or self._has_finished(orders))
         if not orders.leave.is_set():
             self._reach(orders.finish_at)
@@ -207,7 +207,6 @@ class Session:
                 samples_per_second=float(speed),
                 loss=loss if loss is not None and math.isfinite(loss) else None,
                 client_mode=self.peer.client_mode,
-                stream_epoch=self.stream.epoch,
             )
         )
 

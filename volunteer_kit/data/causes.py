@@ -31,5 +31,6 @@ CAUSES: dict[str, str] = {
     "codes_out_of_range": "image codes outside the model's vocabulary",
     # samples
     "samples_lost": "read, and in no step: numbers not finite, out of memory, or of a model that was given up",
+    "ranges_read_twice": "ranges that another peer turned out to read as well, as after a cut between the peers",
     "samples_without_credit": "read by another peer too, or without a lease",
 }

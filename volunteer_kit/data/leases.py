@@ -6,7 +6,7 @@ readers have the same ranges. swarm/leases.py gives them for a swarm, LocalLease
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 
 class Lease(NamedTuple):
@@ -20,15 +20,27 @@ class Lease(NamedTuple):
     owned: bool = True  # False: read without a lease, since none was to be had; what is read so earns no credit
 
 
+# Why there is no lease of a shard: others are reading what is left of it, or all of it is read and trained on.
+Refusal = Literal["held", "done"]
+
+
 class Leases(Protocol):
-    """Gives leases. Calls come from the thread that reads, `applied` from the one that trains. `shared`: what one
-    does not get, another may, and may leave it later; each shard is then asked for again and again in an epoch."""
+    """Gives leases. Calls come from the thread that reads, `applied` from the one that trains.
+
+    `shared`: there are other readers. All then walk through the shards of an epoch in one order, so that only few are
+    in work at a time, and what lies behind needs nobody's memory.
+    """
 
     shared: bool
 
-    def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Lease | None:
-        """A lease of up to `want` of the shard's `ranges` (None: nobody knows how many; the lease is then of all
-        that are left), or None: others have them all."""
+    def where(self, epoch: int, place: int) -> tuple[int, int]:
+        """Tell the others the first place in the epoch's order that is not known to be done; gives theirs, or ours if
+        there are none."""
+        ...
+
+    def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Lease | Refusal:
+        """A lease of up to `want` of the shard's `ranges`; where nobody knows how many it has (None), of all that
+        are left."""
         ...
 
     def resume(self, lease: Lease) -> Lease | None:
@@ -53,7 +65,10 @@ class LocalLeases:
 
     shared = False
 
-    def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Lease | None:
+    def where(self, epoch: int, place: int) -> tuple[int, int]:
+        return epoch, place
+
+    def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Lease | Refusal:
         return Lease(epoch, shard, 0, ranges)
 
     def resume(self, lease: Lease) -> Lease | None:

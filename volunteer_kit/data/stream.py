@@ -96,7 +96,7 @@ class SampleStream:
         self._leases: Leases = LocalLeases()
         self._at = Position(0, 0)
         self._reader: Iterator[tuple[Sample, Position]] | None = None
-        self._in_background = False
+        self._ahead = 0  # samples made ready in the background
 
     # reading
 
@@ -122,9 +122,10 @@ class SampleStream:
         while True:
             yield self.next_batch(batch_size)
 
-    def read_ahead(self) -> None:
-        """From now on make samples ready in the background. Call it after other processes were forked."""
-        self._in_background = True
+    def read_ahead(self, most: int | None = None) -> None:
+        """From now on make samples ready in the background, `most` or as many as the settings say. Call it after
+        other processes were forked."""
+        self._ahead = min(most or self._config.prefetch, self._config.prefetch)
         self._let_go()
 
     def probe(self) -> None:
@@ -151,11 +152,9 @@ class SampleStream:
 
     # leases
 
-    def lease_from(self, leases: Leases, epoch: int = 0) -> None:
-        """Share the shards with others from now on; a stream that has not begun starts in their `epoch`."""
+    def lease_from(self, leases: Leases) -> None:
+        """Share the shards with others from now on."""
         self._leases = leases
-        if self._at == Position(0, 0):
-            self._at = Position(epoch, 0)
         self._let_go()
 
     def applied(self, at: Position) -> None:
@@ -197,7 +196,7 @@ class SampleStream:
 
     def _read_on(self, at: Position) -> Iterator[tuple[Sample, Position]]:
         samples = self._walk(self._leases, self.counts).samples(self._seeds, at)
-        return ReadAhead(samples, self._config.prefetch) if self._in_background else samples
+        return ReadAhead(samples, self._ahead) if self._ahead else samples
 
     def _walk(self, leases: Leases, counts: Counter[str]) -> Walk:
         return Walk(self._config, self.source, self._encoder, leases, self._caches, counts, self.failures)

@@ -13,25 +13,55 @@ from .blocks import Block, BlockReader, Cache, shuffled
 from .causes import CAUSES
 from .encoding import Coded, Encoder, Sample
 from .errors import DataError
-from .leases import Lease, Leases
+from .leases import Lease, Leases, Refusal
 from .settings import DataConfig
 from .shards import shown
 from .source import ShardError, Source
 
-MOST_TAKEN = 32  # shards in a row that others have, after which a reader begins its next epoch
+MOST_REFUSED = 256  # shards in a row that others have, after which a reader begins its next epoch
+WINDOW = 256  # shards that may be in work at a time; what is unfinished so far behind is given up in this epoch
 VAIN_EPOCHS = 3  # epochs in which others claim everything, after which a reader no longer believes it
 LEASE_SECONDS = 60.0  # s of work that a lease should be; a claim costs three calls to the DHT
 FIRST_IMAGES = 4  # images encoded at once to begin with; doubles up to encode_batch, so that the first batch is early
 
 
 class Position(NamedTuple):
-    """Where a stream is: all before it is used. `place`: shards of the epoch's walk that were tried."""
+    """Where a stream is: all before it is used. `place`: in the epoch's order of shards; before it, all is done."""
 
     epoch: int
     place: int
     lease: Lease | None = None
     range_: int = 0
     used: int = 0  # records of that range, in its order
+
+
+class Trail:
+    """The places of one epoch's order: `first` is the first that is not known to be done by everybody."""
+
+    def __init__(self, length: int, first: int) -> None:
+        self._length, self.first = length, min(first, length)
+        self._done: set[int] = set()
+        self._left: set[int] = set()  # not for us: they cannot be read
+
+    def ahead(self) -> Iterator[int]:
+        """The places worth a look, in order."""
+        yield from (p for p in range(self.first, self._length) if p not in self._done and p not in self._left)
+
+    def done(self, place: int) -> None:
+        self._done.add(place)
+        self.skip_to(self.first)
+
+    def leave(self, place: int) -> None:
+        self._left.add(place)
+
+    def taken(self, place: int) -> None:
+        self.skip_to(place - WINDOW)
+
+    def skip_to(self, first: int) -> None:
+        self.first = max(self.first, min(first, self._length))
+        while self.first in self._done:
+            self._done.remove(self.first)
+            self.first += 1
 
 
 class Walk:
@@ -65,34 +95,57 @@ class Walk:
             lease = self._leases.resume(at.lease._replace(first=at.range_, used=at.used))
             if lease is not None and (cuts := self._cuts(lease.shard)) is not False:
                 yield from self._read(lease, cuts, place)
-                place += self._is_done(lease, cuts)
+                place += not self._leases.shared
         while True:
-            yield from self._epoch(epoch, place)
-            epoch, place = epoch + 1, 0
+            epoch, place = yield from self._epoch(epoch, place)
 
-    # an epoch: shards in this peer's order, as far as others leave them
+    # an epoch: shards in their order, as far as others leave them
 
-    def _epoch(self, epoch: int, place: int) -> Iterator[tuple[Sample, Position]]:
-        order = shuffled(len(self._source.shards), "shards", *self._seeds, epoch)
-        got, fruitless, theirs = place > 0, 0, False
-        while fruitless < min(len(order), MOST_TAKEN) if self._leases.shared else place < len(order):
-            shard, fruitless = int(order[place % len(order)]), fruitless + 1
-            cuts = self._cuts(shard)
-            lease = None if cuts is False else self._claim(epoch, shard, None if cuts is None else len(cuts) - 1)
-            if lease is not None:
-                for sample, position in self._read(lease, cuts, place):
-                    got, fruitless = True, 0
-                    yield sample, position
-            theirs |= lease is None and cuts is not False
-            place += lease is None or self._is_done(lease, cuts)
-            if time.monotonic() > self._deadline:
-                raise self._nothing(f"Nothing could be read for {self._config.patience:g} s")
+    def _epoch(self, epoch: int, first: int) -> Iterator[tuple[Sample, Position]]:
+        """One epoch from the place `first` on, before which all is done; its value: the epoch and place to go on."""
+        seeds = self._seeds[:1] if self._leases.shared else self._seeds
+        order = shuffled(len(self._source.shards), "shards", *seeds, epoch)
+        trail, got, theirs = Trail(len(order), first), first > 0, False
+        while True:
+            there, others = self._leases.where(epoch, trail.first)
+            if there > epoch:
+                return there, others
+            trail.skip_to(others if there == epoch else 0)
+            lease, cuts, place, refused = self._find(epoch, order, trail)
+            theirs |= refused
+            if lease is None:
+                break
+            for sample, position in self._read(lease, cuts, trail.first):
+                got = True
+                yield sample, position
+            if self._source.shards[lease.shard] in self._failures or not lease.owned:
+                trail.leave(place)
+            if not self._leases.shared:
+                trail.done(place)
+            self._check_patience()
         self._end_epoch(got, theirs)
+        return epoch + 1, 0
 
-    def _is_done(self, lease: Lease, cuts: Sequence[int] | None) -> bool:
-        """Whether a shard has no more for us after a lease: it was of the last ranges, or cannot be read."""
-        failed = self._source.shards[lease.shard] in self._failures
-        return failed or cuts is None or lease.last is None or lease.last >= len(cuts) - 1
+    def _find(
+        self, epoch: int, order: np.ndarray, trail: Trail
+    ) -> tuple[Lease | None, Sequence[int] | None, int, bool]:
+        """The first shard from the trail on that there is a lease of, its cuts and its place; and whether others had
+        what came before."""
+        refused = 0
+        for place in trail.ahead():
+            shard = int(order[place])
+            if (cuts := self._cuts(shard)) is False:
+                trail.leave(place)
+                continue
+            found = self._claim(epoch, shard, None if cuts is None else len(cuts) - 1)
+            if isinstance(found, Lease):
+                trail.taken(place)
+                return found, cuts, place, refused > 0
+            if found == "done":
+                trail.done(place)
+            if (refused := refused + 1) > MOST_REFUSED:
+                break
+        return None, None, 0, refused > 0
 
     def _end_epoch(self, got: bool, theirs: bool) -> None:
         """After an epoch in which nothing was got: others have it all, the servers are away, or nothing is there."""
@@ -106,7 +159,7 @@ class Walk:
             shards = len(self._source.shards)
             raise self._nothing(f"Not one usable sample in {shards} shard{'s' * (shards != 1)}")
 
-    def _claim(self, epoch: int, shard: int, ranges: int | None) -> Lease | None:
+    def _claim(self, epoch: int, shard: int, ranges: int | None) -> Lease | Refusal:
         if self._vain < VAIN_EPOCHS:
             return self._leases.claim(epoch, shard, ranges, self._want)
         self._vain = 0
@@ -124,6 +177,11 @@ class Walk:
     def _fail(self, shard: int, error: ShardError) -> None:
         self._counts[error.cause] += 1
         self._failures[self._source.shards[shard]] = str(error)
+        self._check_patience()
+
+    def _check_patience(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise self._nothing(f"Nothing could be read for {self._config.patience:g} s")
 
     # a lease: ranges one after the other, each in the order that its name decides
 
@@ -144,9 +202,9 @@ class Walk:
                     self._want = max(1, min(64, int(LEASE_SECONDS / max(time.monotonic() - started, 1e-3))))
         finally:
             reader.close()
+        self._leases.ended(lease, range_ if lost or reader.failure is not None else None)
         if reader.failure is not None:
             self._fail(lease.shard, reader.failure)
-        self._leases.ended(lease, range_ if lost or reader.failure is not None else None)
 
     def _range(
         self, reader: BlockReader, lease: Lease, range_: int, cuts: Sequence[int] | None, used: int, place: int

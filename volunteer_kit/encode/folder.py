@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from volunteer_kit.checkpoint import flush
 from volunteer_kit.data.code_shards import CodeIndex, MadeFrom, parse_index
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import shown
@@ -212,16 +213,7 @@ def write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync of a folder: names that were given stay given."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path.parent)
 
 
 def _index(path: Path) -> CodeIndex:

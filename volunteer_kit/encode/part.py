@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+from volunteer_kit.checkpoint import flush
 from volunteer_kit.data.code_shards import (
     END,
     MAX_RECORDS,
@@ -26,7 +27,7 @@ from volunteer_kit.data.code_shards import (
     unpack_record,
 )
 from volunteer_kit.data.errors import DataError
-from volunteer_kit.encode.folder import Target, other_input, sync_folder, write_whole
+from volunteer_kit.encode.folder import Target, other_input, write_whole
 from volunteer_kit.encode.settings import Settings
 
 
@@ -93,7 +94,7 @@ class Part:
         report = self._report(counts, ended_early)
         write_whole(self._target.report, _report_text(report, self.faults))
         self._target.part.replace(self._target.tar)
-        sync_folder(self._target.folder)
+        flush(self._target.folder)
         write_whole(self._target.index, dump_index(self._index()))
         self._target.journal.unlink()
         return report

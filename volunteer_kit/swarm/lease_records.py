@@ -24,6 +24,7 @@ class LeaseRecord(BaseModel):
     used: conint(strict=True, ge=0, le=END)  # records of the first held range that are in applied steps
     until: confloat(strict=True, ge=0, lt=1e12)  # DHT time, s, at which the claim ends
     done: conlist(_Span, max_items=MAX_SPANS)
+    seen: conlist(_Span, max_items=MAX_SPANS) = []  # what others had done, who may be forgotten by now
 
     def holds(self, now: float) -> list[Span]:
         """What is claimed at this time."""
@@ -38,21 +39,39 @@ class Free(NamedTuple):
     used: int
 
 
+class PlaceRecord(BaseModel):
+    """Where a peer is in the data: the stream epoch, and the first place in its order of shards that it does not know
+    to be done."""
+
+    peer_id: bytes
+    epoch: conint(strict=True, ge=0, lt=END)
+    place: conint(strict=True, ge=0, lt=END)
+
+
+def done_ranges(records: Iterable[LeaseRecord]) -> list[Span]:
+    """All that somebody says is done."""
+    return merged(span for record in records for span in (*record.done, *record.seen))
+
+
 def free_ranges(records: Iterable[LeaseRecord], ranges: int | None, want: int, now: float) -> Free | None:
     """The first ranges that nobody holds or has done, up to `want` of them; of a shard that nobody knows the end of
     (`ranges` None) all after the last that is done, if nobody holds any. None: nothing is free."""
     records = list(records)
     end, first = (END if ranges is None else ranges), 0
     last = end
-    for start, stop in merged(span for record in records for span in (*record.done, *record.holds(now))):
+    held = [span for record in records for span in record.holds(now)]
+    for start, stop in merged([*done_ranges(records), *held]):
         if start > first:
             last = min(start, end)
             break
         first = max(first, stop)
     if first >= end or (ranges is None and last < end):
         return None
-    used = [r.used for r in records if r.until <= now and r.held and r.held[0][0] == first]
-    return Free(first, last if ranges is None else min(last, first + want), max(used, default=0))
+    if ranges is not None:
+        last = min(last, first + want)
+    left = [(record.held[0][0], record.used) for record in records if record.until <= now and record.held]
+    last = min([last, *(start for start, used in left if used and start > first)])  # a lease has one `used`, its first
+    return Free(first, last, max((used for start, used in left if start == first), default=0))
 
 
 def overlap(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,5 +1,9 @@
 """Leases of ranges of the data, through the DHT: who reads what, so that nobody reads the same by accident.
 
+All peers take the shards of an epoch in one order, and tell the first place in it that they do not know to be done. So
+few shards are in work at a time, and what lies behind need not be remembered: DHT records go with the nodes that hold
+them, and after hours of coming and going nobody is left who does.
+
 A shard has one DHT key an epoch, under which each peer that reads it keeps one signed record: the ranges it holds,
 until when, how far it got, and the ranges that are done. To claim, a peer looks what is free, writes its record, and
 looks again: who then sees another's claim on the same ranges gives up its own, so that of two simultaneous claims at
@@ -11,22 +15,29 @@ same ranges until one of them renews; both see it then, both count it, and the s
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from statistics import median_low
+from typing import Any, Literal
 
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import get_dht_time
+from pydantic.v1 import BaseModel
 
 from volunteer_kit.swarm.lease_records import (
     END,
     MAX_HELD,
     MAX_SPANS,
     LeaseRecord,
+    PlaceRecord,
     Span,
+    done_ranges,
     free_ranges,
     merged,
     overlap,
@@ -38,6 +49,8 @@ MAX_HOLDERS = 256  # records looked at under one key
 MAX_REMEMBERED = 1000  # shards of which our own record is kept here; of others the DHT tells
 MEMORY = 24 * 3600.0  # s that done ranges are remembered
 PATIENCE = 10.0  # s for the DHT to store a claim
+ATTEMPTS = 5  # to claim in one shard, when others claim at the same moment, as all do when a run begins
+PAUSE = 0.2  # s between them, at most, doubled each time; a claim takes a tenth of a second
 
 
 @dataclass
@@ -52,6 +65,7 @@ class _Mine:
     """Our own record of one shard in one epoch."""
 
     done: list[Span] = field(default_factory=list)
+    seen: list[Span] = field(default_factory=list)  # done by others
     held: list[_Held] = field(default_factory=list)  # in the order in which they are read
     used: int = 0  # of the first range of the first
     until: float = 0.0
@@ -65,7 +79,8 @@ class _Mine:
 
     def record(self, peer_id: bytes) -> LeaseRecord:
         held = [[one.first, one.last] for one in self.held if one.first < one.last]
-        return LeaseRecord(peer_id=peer_id, held=held, used=self.used, until=self.until, done=self.done)
+        about = {"held": held, "used": self.used, "until": self.until}
+        return LeaseRecord(peer_id=peer_id, **about, done=self.done, seen=self.seen[-MAX_SPANS:])
 
 
 class SwarmLeases:
@@ -96,14 +111,31 @@ class SwarmLeases:
 
     # what the stream asks
 
-    def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Any | None:
+    def where(self, epoch: int, place: int) -> tuple[int, int]:
+        """See data.leases.Leases: the others' median, so that no single one leads the others astray."""
+        record = PlaceRecord(peer_id=self._own_id, epoch=epoch, place=place)
+        self._store(f"{self._prefix}_places", record, self._lifetime)
+        found = self._get(f"{self._prefix}_places", PlaceRecord)
+        return median_low([(r.epoch, r.place) for r in found if r.peer_id != self._own_id] or [(epoch, place)])
+
+    def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Any | Literal["held", "done"]:
         """See data.leases.Leases. Three calls to the DHT; where it does not answer, all seems free."""
-        key, now = self._key(epoch, shard), get_dht_time()
+        for attempt in range(ATTEMPTS):
+            time.sleep(attempt and random.uniform(0, PAUSE * 2**attempt))
+            found = self._try_claim(self._key(epoch, shard), epoch, shard, ranges, want)
+            if found is not None:
+                return found
+        return "held"
+
+    def _try_claim(self, key: str, epoch: int, shard: int, ranges: int | None, want: int) -> Any | None:
+        """As claim; None if another claimed the same at the same moment."""
+        now = get_dht_time()
         mine, others = self._look(key)
         own = mine.record(self._own_id).copy(update={"until": now + 1})  # what we read is not free for us
         free = free_ranges([*others, own], ranges, want, now)
         if free is None or len(mine.held) >= MAX_HELD:
-            return None
+            is_done = done_ranges([*others, own])[:1] == [(0, END if ranges is None else ranges)]
+            return "done" if is_done else "held"
         before = [record for record in others if any(overlap(span, free) for span in record.held)]
         lease = self._make(epoch, shard, free.first, None if free.last == END else free.last, free.used)
         if not self._hold(key, lease, free.last):
@@ -121,7 +153,8 @@ class SwarmLeases:
                 first, used = span[1], 0
         wanted = (first, END if lease.last is None else lease.last)
         used = max([used, *(r.used for r in others if r.held and r.held[0][0] == first)])
-        busy = [span for r in others for span in (*r.done, *r.holds(now)) if overlap(span, wanted)]
+        busy = [*done_ranges(others), *(span for r in others for span in r.holds(now))]
+        busy = [span for span in busy if overlap(span, wanted)]
         last = min([wanted[1], *(max(start, first) for start, _ in busy)])
         if last <= first or (lease.last is None and busy):
             return None
@@ -225,28 +258,33 @@ class SwarmLeases:
                     del self._mine[old]
                 self._mine[key] = _Mine(merged(own.done) if own is not None else [])
             mine = self._mine[key]
+            mine.seen = merged([*mine.seen, *done_ranges(others)])
         if own is not None and not mine.held:  # what we held before a restart is as free as what the dead held
-            others = [*others, own.copy(update={"until": 0.0, "done": []})]
+            others = [*others, own.copy(update={"until": 0.0, "done": [], "seen": []})]
         return mine, others
 
     def _others(self, key: str) -> list[LeaseRecord]:
         return self._fetch(key)[1]
 
     def _fetch(self, key: str) -> tuple[LeaseRecord | None, list[LeaseRecord]]:
+        found = self._get(key, LeaseRecord)
+        own = next((record for record in found if record.peer_id == self._own_id), None)
+        return own, [record for record in found if record is not own]
+
+    def _get(self, key: str, schema: type[BaseModel]) -> list[Any]:
+        """What peers say under a key; a bounded number of them."""
         found = self._dht.get(key, latest=True)
-        own, others = None, []
-        for subkey, value in (found.value if found and isinstance(found.value, dict) else {}).items():
-            record = parse_record(LeaseRecord, subkey, value)
-            if record is not None and record.peer_id == self._own_id:
-                own = record
-            elif record is not None and len(others) < MAX_HOLDERS:
-                others.append(record)
-        return own, others
+        entries = found.value.items() if found and isinstance(found.value, dict) else ()
+        records = (parse_record(schema, subkey, value) for subkey, value in entries)
+        return list(islice((record for record in records if record is not None), MAX_HOLDERS))
+
+    def _store(self, key: str, record: BaseModel, lasts: float) -> Any:
+        expiration = get_dht_time() + lasts
+        return self._dht.store(key, record.dict(), expiration_time=expiration, subkey=self._subkey, return_future=True)
 
     def _publish(self, key: str, wait: bool = False) -> None:
         with self._lock:
-            value, now = self._mine[key].record(self._own_id).dict(), get_dht_time()
-        future = self._dht.store(key, value, expiration_time=now + MEMORY, subkey=self._subkey, return_future=True)
+            future = self._store(key, self._mine[key].record(self._own_id), MEMORY)
         if wait:
             with contextlib.suppress(Exception):  # a DHT that does not answer must not stop the training
                 future.result(timeout=PATIENCE)

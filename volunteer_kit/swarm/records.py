@@ -77,7 +77,6 @@ class PeerRecord(BaseModel):
     samples_per_second: confloat(strict=True, ge=0.0, lt=1e9)
     loss: confloat(strict=True, ge=0.0, lt=1e9) | None
     client_mode: StrictBool
-    stream_epoch: conint(strict=True, ge=0, lt=MAX_EPOCH) = 0  # how many times it thinks the data were read by all
 
 
 class PeersSchema(BaseModel):
