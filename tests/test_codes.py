@@ -348,7 +348,7 @@ def test_an_index_that_lies_is_refused(tmp_path, fields, words):
         return
     with pytest.raises(ShardError, match="00000.index.json is no index of code shards") as caught:
         source(shard).ranges(str(shard), math.inf)
-    assert caught.value.cause == "bad_index" and words in str(caught.value)
+    assert caught.value.cause == "bad_index_shard" and words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_what_is_no_index_is_refused(tmp_path, data):
     Path(index_name(str(shard))).write_bytes(data)
     with pytest.raises(ShardError) as caught:
         read_all(source(shard), shard)
-    assert caught.value.cause == "bad_index" and len(str(caught.value)) < 400
+    assert caught.value.cause == "bad_index_shard" and len(str(caught.value)) < 400
 
 
 def test_an_endless_index_is_not_read_to_its_end(tmp_path):
@@ -369,7 +369,7 @@ def test_an_endless_index_is_not_read_to_its_end(tmp_path):
         url = f"{server.url}/endless/00000.tar"
         with pytest.raises(ShardError) as caught:
             source(url).ranges(url, math.inf)
-    assert caught.value.cause == "bad_index"
+    assert caught.value.cause == "bad_index_shard"
 
 
 def test_a_shard_without_an_index_says_how_to_make_one(tmp_path):
@@ -377,7 +377,7 @@ def test_a_shard_without_an_index_says_how_to_make_one(tmp_path):
     Path(index_name(str(shard))).unlink()
     with pytest.raises(ShardError, match="volunteer-kit encode") as caught:
         source(shard).ranges(str(shard), math.inf)
-    assert caught.value.cause == "missing_index" and "00000.index.json" in str(caught.value)
+    assert caught.value.cause == "unindexed_shard" and "00000.index.json" in str(caught.value)
 
 
 def test_codes_of_another_tokenizer_are_refused_and_both_are_named(tmp_path):

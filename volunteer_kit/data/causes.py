@@ -7,8 +7,8 @@ CAUSES: dict[str, str] = {
     "empty_shard": "a shard without files",
     "bad_shard": "not a shard of this kind, or damaged",
     "cut_shard": "a shard that ends too early; what came before is used",
-    "missing_index": "a shard of codes without its index beside it",
-    "bad_index": "an index that is damaged or no index of code shards",
+    "unindexed_shard": "a shard of codes without its index beside it",
+    "bad_index_shard": "an index that is damaged or no index of code shards",
     "other_tokenizer_shard": "codes of another image tokenizer than the run's",
     "unleased": "a shard read without a lease, since others claimed everything",
     # records

@@ -122,10 +122,10 @@ class CodeSource:
                 return parse_index(stream.read(MAX_INDEX + 1))
         except ShardError as error:
             if error.cause == "missing_shard":
-                raise ShardError("missing_index", NO_INDEX.format(index=_last_part(place))) from None
+                raise ShardError("unindexed_shard", NO_INDEX.format(index=_last_part(place))) from None
             raise ShardError(error.cause, f"its index: {error}") from None
         except ValueError as error:
-            raise ShardError("bad_index", f"{_last_part(place)} is no index of code shards: {error}") from None
+            raise ShardError("bad_index_shard", f"{_last_part(place)} is no index of code shards: {error}") from None
         except OSError as error:
             raise ShardError("unreachable_shard", f"its index: {error.strerror or error}") from None
 
