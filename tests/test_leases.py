@@ -172,11 +172,24 @@ def test_a_peer_that_comes_back_goes_on_with_its_own_lease(peers, tmp_path):
     a.ask(do="applied", lease=lease, range_=1, used=9)
     a.kill()
     a = peers(identity_path=key)
-    resumed = a.ask(do="resume", lease=[0, 0, 0, 4, 0])["result"]  # what was saved is older than what was told
+    # what was saved is older than what was told
+    resumed = a.ask(do="resume", lease=[0, 0, 0, 4, 0], range_=0, used=0)["result"]
     assert resumed[2:5] == [1, 4, 9]
     other = peers()
     assert claim(other)[2:5] == [4, 6, 0]
-    assert other.ask(do="resume", lease=[0, 0, 0, 4, 0])["result"] is None
+    assert other.ask(do="resume", lease=[0, 0, 0, 4, 0], range_=0, used=0)["result"] is None
+
+
+def test_a_machine_that_slept_gives_up_what_others_have_done_meanwhile(peers):
+    a, b = peers(lifetime=3), peers(lifetime=60)
+    lease = claim(a, want=4)
+    deadline = time.monotonic() + 30
+    while (taken := claim(b, want=8))[2:4] != [0, 4]:  # while a says nothing, as one that sleeps
+        assert time.monotonic() < deadline
+    b.ask(do="ended", lease=taken, before=None)
+    b.ask(do="applied", lease=claim(b, shard=1), range_=0, used=0)
+    assert a.ask(do="holds", lease=lease)["result"] is False
+    assert a.ask(do="earns", lease=lease)["result"] is False
 
 
 def test_two_sides_of_a_partition_are_counted_and_one_lets_go(peers):
@@ -217,8 +230,11 @@ def test_a_record_that_another_signed_is_not_heard(peers, tmp_path):
         key, signer = "test_lease_0_0", RSASignatureValidator()
         stranger.dht.add_validators([signer])
         everything = {"held": [[0, END]], "used": 0, "until": time.time() + 1000, "done": [[0, END]]}
-        for value in ({**everything, "peer_id": P2P.__name__.encode()}, {"held": "all"}, 7):
+        for value in ({**everything, "peer_id": P2P.__name__.encode()}, {"held": "all"}, {b"x": 1}, 7):
             assert stranger.dht.store(key, value, time.time() + 100, subkey=signer.local_public_key)
+        for place in (key, "test_places"):
+            assert stranger.dht.store(place, {b"x": 1}, time.time() + 100, subkey=b"nobody")
+        assert a.ask(do="where", epoch=0, place=0)["result"] == [0, 0]
         assert stranger.dht.store(key, {**everything, "peer_id": b"x"}, time.time() + 100, subkey=b"unsigned")
         assert claim(a)[2:4] == [0, 2]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from volunteer_kit.swarm.leases import SwarmLeases
 from volunteer_kit.swarm.optimizer import StepReport
 from volunteer_kit.training.callbacks import Emit
 
-MAX_STATE = 64 * 1024  # bytes of the file
+MAX_STATE = 256 * 1024  # bytes of the file
 
 
 class Reading:
@@ -29,12 +30,14 @@ class Reading:
         self._stream, self._path, self._fingerprint, self._emit = stream, path and Path(path), fingerprint, emit
         self._leases: SwarmLeases | None = None
         self._ledger = Ledger()
-        self._earned_nothing = 0
+        self._earned_nothing, self._saved_leases = 0, {}
         self._load()
 
     def share(self, dht: DHT, run_key: str) -> None:
         """Lease from the swarm from now on."""
         self._leases = SwarmLeases(dht, f"{run_key}_{self._stream.source.catalogue}", Lease)
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # then others, or the DHT, may know
+            self._leases.load_state_dict(self._saved_leases)
         self._stream.lease_from(self._leases)
 
     def next_batch(self, batch_size: int) -> Batch:
@@ -46,6 +49,8 @@ class Reading:
         if found.after is not None:
             self._stream.applied(found.after)
             self._save(self._stream.state_dict(found.after))
+        if report.failure:  # our state is replaced by the others', which does not know these samples
+            self._ledger.lost += sum(found.samples.values())
         if not report.counted or self._leases is None:
             return report.counted
         earned = sum(count for lease, count in found.samples.items() if self._leases.earns(lease))
@@ -78,6 +83,7 @@ class Reading:
                 saved = json.loads(file.read(MAX_STATE))
             if saved["fingerprint"] == self._fingerprint:
                 self._stream.load_state_dict(saved["stream"])
+                self._saved_leases = saved.get("leases", {})
         except (OSError, ValueError, KeyError, TypeError) as error:
             message = f"How far the data had been read cannot be told from {self._path} ({error}); it begins anew."
             self._emit("warning", kind="stream", message=message)
@@ -87,7 +93,8 @@ class Reading:
             return
         part = self._path.with_suffix(".part")
         try:
-            part.write_text(json.dumps({"fingerprint": self._fingerprint, "stream": state}))
+            leases = self._leases.state_dict() if self._leases else {}
+            part.write_text(json.dumps({"fingerprint": self._fingerprint, "stream": state, "leases": leases}))
             os.replace(part, self._path)
         except OSError as error:
             message = f"How far the data were read could not be saved in {self._path}: {error.strerror or error}."

@@ -74,7 +74,7 @@ def join_run(
         initial_peers=peers,
         host_maddrs=[*host_maddrs],
         announce_maddrs=[*announce_maddrs],
-        identity_path=str(identity_path) if identity_path else None,
+        identity_path=str(identity_path or home / "identity.key"),  # a worker that is restarted is the same peer
         client_mode=client_mode,
         checkpoint_dir=str(checkpoint_dir) if checkpoint_dir else None,
         stream_path=str(home / "stream.json"),

@@ -80,6 +80,7 @@ def main() -> int:
     voice("starting", pid=os.getpid(), name=spec.name)
     orders = Orders(stdin)
     try:
+        from volunteer_kit.data.errors import DataError
         from volunteer_kit.run_reader import RunError
         from volunteer_kit.worker_session import Session
     except ImportError as e:
@@ -90,6 +91,10 @@ def main() -> int:
     except (RunError, OSError, ImportError) as e:
         # these say in plain words what to do; OSError includes SwarmError, DataError and CheckpointError
         traceback.print_exc()
+        has_read = bool(spec.stream_path) and os.path.exists(spec.stream_path)
+        if isinstance(e, DataError) and has_read:  # what could be read before the restart can come back
+            voice("warning", kind="DataError", message=str(e))
+            return 1
         voice("error", kind=getattr(e, "kind", type(e).__name__), message=str(e))
         return 2
     try:

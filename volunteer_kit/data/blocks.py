@@ -34,7 +34,7 @@ class Block(NamedTuple):
     name: str  # in the caches
     stop: int  # index where the next block begins
     records: int  # how many were read
-    ends: bool  # the shard has no more
+    ends: bool  # the shard, of which nobody knew the length, has no more
     raws: list[Raw]  # empty if they are coded already
     coded: list[Coded] | None = None
     left_out: Counter[str] = Counter()  # of what is coded already, and was not told yet
@@ -120,9 +120,8 @@ class BlockReader:
                 self._ahead, held = None, held + raw.size
         except ShardError as error:
             self.failure, self._ahead = error, None
-        ends = self._ahead is None
-        stop = end if ends or self._ahead.index >= end else self._ahead.index
-        self._at = stop
+        stop = end if self._ahead is None or self._ahead.index >= end else self._ahead.index
+        self._at, ends = stop, self._ahead is None and self._last is None  # else the lease has ended, not the shard
         return Block(self._name(start, end), stop, len(raws), ends, raws)
 
 

@@ -32,6 +32,7 @@ KEPT_TABLES = 8  # footers in memory
 PLACE_LASTS = 600.0  # s; the Hub signs addresses for an hour
 MAX_PICTURES = 100_000  # of one range, among which duplicates are looked for
 ROW_SIZE = 1000  # bytes of a row beside its picture, about
+DUPLICATE = object()  # stands for a picture that an earlier row of the range has
 TOO_LARGE = object()  # stands for a picture that was dropped
 
 
@@ -79,12 +80,13 @@ class HubSource:
         return table.ranges(self._range_length)
 
     def read(self, shard: str, start: int, stop: int | None, give_up_at: float) -> Iterator[Raw]:
-        """See Source.read. Duplicates are those of an earlier record between `start` and `stop`."""
+        """See Source.read. Duplicates are those of an earlier record of the same range."""
         patience = give_up_at - time.monotonic()
         table = self._table(shard, give_up_at)
         columns = self._wanted(table)
         stop = table.num_rows if stop is None else min(stop, table.num_rows)
         seen: set[bytes] = set()
+        cuts = set(table.ranges(self._range_length)) if self._filters.drop_duplicates else set()
         name = shard.rsplit("/", 1)[-1]
 
         def open_range(first: int, last: int) -> BinaryIO:
@@ -95,8 +97,11 @@ class HubSource:
             for at, batch in parts:
                 for index, row in enumerate(_rows(batch, columns), at):
                     pixels = self._pixels(row)
+                    if index in cuts:
+                        seen.clear()  # where a lease may begin: it is the same for whoever reads on here
                     if self._filters.drop_duplicates and self._is_known(pixels, seen):
-                        continue
+                        row = {**row, columns[1]: DUPLICATE}
+                        pixels = None
                     size = 0 if pixels is None else memoryview(pixels).nbytes
                     if size > self._limits.member_bytes:  # not to wait in memory for its turn
                         row, size = {**row, columns[1]: TOO_LARGE}, 0
@@ -108,7 +113,6 @@ class HubSource:
             return False
         digest = hashlib.blake2b(pixels, digest_size=16).digest()
         if digest in seen:
-            self.counts["duplicate"] += 1
             return True
         if len(seen) < MAX_PICTURES:
             seen.add(digest)
@@ -127,6 +131,8 @@ class HubSource:
         """See Source.use."""
         row, columns = raw.data, self._columns
         caption = accept(row.get(columns.caption), row, self._filters, columns)
+        if any(row.get(column) is DUPLICATE for column in (columns.code, columns.image)):
+            raise LeftOut("duplicate")
         if columns.code in row:
             return Record(caption, codes=_codes(row[columns.code], self._codes))
         data = self._pixels(row)

@@ -43,8 +43,9 @@ class Leases(Protocol):
         are left."""
         ...
 
-    def resume(self, lease: Lease) -> Lease | None:
-        """A lease from before a restart: what is still to be read of it, or None."""
+    def resume(self, lease: Lease, range_: int, used: int) -> Lease | None:
+        """A lease from before a restart, which had been trained on up to `used` records of `range_`: what is still to
+        be read of it, or None."""
         ...
 
     def holds(self, lease: Lease) -> bool:
@@ -71,8 +72,8 @@ class LocalLeases:
     def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Lease | Refusal:
         return Lease(epoch, shard, 0, ranges)
 
-    def resume(self, lease: Lease) -> Lease | None:
-        return lease
+    def resume(self, lease: Lease, range_: int, used: int) -> Lease | None:
+        return lease._replace(first=range_, used=used)
 
     def holds(self, lease: Lease) -> bool:
         return True

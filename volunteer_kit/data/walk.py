@@ -85,19 +85,27 @@ class Walk:
         self._caches, self._counts, self._failures = caches, counts, failures
         self._deadline = time.monotonic() + config.patience
         self._want, self._images = 1, FIRST_IMAGES
-        self._has_read, self._vain = False, 0
+        self._has_read, self._begun, self._vain = False, False, 0  # _begun: something of this range was given out
 
     def samples(self, seeds: tuple[int, int], at: Position) -> Iterator[tuple[Sample, Position]]:
         """The samples after a position, each with the position after it; endless. Raises DataError when nothing can
         be read."""
         self._seeds, epoch, place = seeds, at.epoch, at.place
         if at.lease is not None:
-            lease = self._leases.resume(at.lease._replace(first=at.range_, used=at.used))
-            if lease is not None and (cuts := self._cuts(lease.shard)) is not False:
-                yield from self._read(lease, cuts, place)
-                place += not self._leases.shared
+            lease = self._leases.resume(at.lease, at.range_, at.used)
+            if lease is not None:
+                yield from self._resumed(lease, place)
+            place += not self._leases.shared
         while True:
             epoch, place = yield from self._epoch(epoch, place)
+
+    def _resumed(self, lease: Lease, place: int) -> Iterator[tuple[Sample, Position]]:
+        """The rest of a lease, if its shard can be opened and is still as long as it was."""
+        cuts = self._cuts(lease.shard)
+        if cuts is False or (cuts is not None and (lease.last is None or lease.last >= len(cuts))):
+            self._leases.ended(lease, lease.first)
+        else:
+            yield from self._read(lease, cuts, place)
 
     # an epoch: shards in their order, as far as others leave them
 
@@ -110,7 +118,9 @@ class Walk:
             there, others = self._leases.where(epoch, trail.first)
             if there > epoch:
                 return there, others
-            trail.skip_to(others if there == epoch else 0)
+            if there == epoch and others > trail.first:
+                trail.skip_to(others)
+                theirs = True
             lease, cuts, place, refused = self._find(epoch, order, trail)
             theirs |= refused
             if lease is None:
@@ -191,18 +201,22 @@ class Walk:
         last = None if cuts is None or lease.last is None else cuts[min(lease.last, len(cuts) - 1)]
         reader = BlockReader(self._source, shard, last, lambda: self._deadline, self._caches)
         range_, used, ended, lost = lease.first, lease.used, False, False
+        self._begun = False
         try:
-            while not ended and (lease.last is None or range_ < lease.last):
+            while not ended and reader.failure is None and (lease.last is None or range_ < lease.last):
                 if lost := not self._leases.holds(lease):
                     break
                 started = time.monotonic()
                 ended = yield from self._range(reader, lease, range_, cuts, used, place)
                 if reader.failure is None:
-                    range_, used = range_ + 1, 0
+                    range_, used, self._begun = range_ + 1, 0, False
                     self._want = max(1, min(64, int(LEASE_SECONDS / max(time.monotonic() - started, 1e-3))))
         finally:
             reader.close()
-        self._leases.ended(lease, range_ if lost or reader.failure is not None else None)
+        if lost or reader.failure is not None:  # what is left of a range that was begun nobody shuffles as we did
+            self._leases.ended(lease, range_ + self._begun)
+        else:
+            self._leases.ended(lease, None)
         if reader.failure is not None:
             self._fail(lease.shard, reader.failure)
 
@@ -219,7 +233,7 @@ class Walk:
             if skip < block.records:
                 for at, coded in self._coded(reader, block, order, skip):
                     sample = self._encoder.sample(lease.epoch, lease.shard, coded)
-                    self._has_read, self._vain = True, 0
+                    self._has_read, self._begun, self._vain = True, True, 0
                     yield sample, Position(lease.epoch, place, lease, range_, passed + at + 1)
                     self._deadline = time.monotonic() + self._config.patience
             passed += block.records

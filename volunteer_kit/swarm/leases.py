@@ -47,6 +47,7 @@ from volunteer_kit.swarm.records import parse_record
 
 MAX_HOLDERS = 256  # records looked at under one key
 MAX_REMEMBERED = 1000  # shards of which our own record is kept here; of others the DHT tells
+SAVED = 32  # shards that are remembered over a restart
 MEMORY = 24 * 3600.0  # s that done ranges are remembered
 PATIENCE = 10.0  # s for the DHT to store a claim
 ATTEMPTS = 5  # to claim in one shard, when others claim at the same moment, as all do when a run begins
@@ -106,17 +107,19 @@ class SwarmLeases:
         self._active: list[tuple[Any, str]] = []  # leases whose samples are not all trained on, in order; their keys
         self._ended: dict[Any, int | None] = {}  # how far those were read that will be read no further
         self._lost: set[Any] = set()
-        self._renewed = get_dht_time()
+        self._renewed, self._closed = get_dht_time(), False
         self.counts: Counter[str] = Counter()
 
     # what the stream asks
 
     def where(self, epoch: int, place: int) -> tuple[int, int]:
-        """See data.leases.Leases: the others' median, so that no single one leads the others astray."""
-        record = PlaceRecord(peer_id=self._own_id, epoch=epoch, place=place)
+        """See data.leases.Leases: the median, so that no single one leads the others astray."""
+        record = PlaceRecord(peer_id=self._own_id, epoch=min(epoch, END - 1), place=min(place, END - 1))
         self._store(f"{self._prefix}_places", record, self._lifetime)
         found = self._get(f"{self._prefix}_places", PlaceRecord)
-        return median_low([(r.epoch, r.place) for r in found if r.peer_id != self._own_id] or [(epoch, place)])
+        others = [(r.epoch, r.place) for r in found if r.peer_id != self._own_id]
+        own = [] if others and not self._active and not self._mine else [(epoch, place)]  # a newcomer has no vote
+        return median_low([*others, *own])
 
     def claim(self, epoch: int, shard: int, ranges: int | None, want: int) -> Any | Literal["held", "done"]:
         """See data.leases.Leases. Three calls to the DHT; where it does not answer, all seems free."""
@@ -134,7 +137,8 @@ class SwarmLeases:
         own = mine.record(self._own_id).copy(update={"until": now + 1})  # what we read is not free for us
         free = free_ranges([*others, own], ranges, want, now)
         if free is None or len(mine.held) >= MAX_HELD:
-            is_done = done_ranges([*others, own])[:1] == [(0, END if ranges is None else ranges)]
+            done = done_ranges([*others, own])
+            is_done = done and done[0][0] == 0 and done[0][1] >= (END if ranges is None else ranges)
             return "done" if is_done else "held"
         before = [record for record in others if any(overlap(span, free) for span in record.held)]
         lease = self._make(epoch, shard, free.first, None if free.last == END else free.last, free.used)
@@ -143,11 +147,12 @@ class SwarmLeases:
         self.counts["taken_over"] += bool(before)
         return lease
 
-    def resume(self, lease: Any) -> Any | None:
+    def resume(self, lease: Any, range_: int, used: int) -> Any | None:
         """The rest of a lease from before a restart, unless others have taken it up meanwhile."""
-        key, now = self._key(lease.epoch, lease.shard), get_dht_time()
+        key, now, first = self._key(lease.epoch, lease.shard), get_dht_time(), range_
         mine, others = self._look(key)
-        first, used = lease.first, lease.used
+        with self._lock:
+            mine.done = merged([*mine.done, (lease.first, range_)])
         for span in mine.done:  # what we had told the others may be newer than what was saved
             if overlap(span, (first, first + 1)):
                 first, used = span[1], 0
@@ -206,12 +211,26 @@ class SwarmLeases:
     def close(self) -> None:
         """Leave what is held to others, and tell how far we got."""
         with self._lock:
-            keys = list(dict.fromkeys(key for _, key in self._active))
+            keys, self._closed = list(dict.fromkeys(key for _, key in self._active)), True
             self._active.clear()
             for key in keys:
                 self._mine[key].until = 0.0
         for key in keys:
             self._publish(key, wait=True)
+
+    # over a restart
+
+    def state_dict(self) -> dict[str, list[Span]]:
+        """What is done of the shards read last, as far as we know: a lone peer's DHT dies with it."""
+        with self._lock:
+            return {key: mine.done + mine.seen for key, mine in list(self._mine.items())[-SAVED:]}
+
+    def load_state_dict(self, state: dict[str, list[Span]]) -> None:
+        """Raises ValueError for what is no state."""
+        for key, spans in state.items():
+            checked = LeaseRecord(peer_id=b"", held=[], used=0, until=0.0, done=spans[:MAX_SPANS]).done
+            if key.startswith(self._prefix):
+                self._mine[key] = _Mine(seen=merged(checked))
 
     # how
 
@@ -222,6 +241,8 @@ class SwarmLeases:
         """Write a claim and look again. :returns: False if another has claimed the same meanwhile."""
         mine, held = self._mine[key], _Held(lease, lease.first, last)
         with self._lock:
+            if self._closed:
+                return False
             mine.until = get_dht_time() + self._lifetime
             if not mine.held:
                 mine.used = lease.used
@@ -235,15 +256,20 @@ class SwarmLeases:
             self._publish(key)
             return False
         with self._lock:
-            self._lost.discard(lease)
-            self._active.append((lease, key))
-        return True
+            if not self._closed:
+                self._lost.discard(lease)
+                self._active.append((lease, key))
+                return True
+            mine.until = 0.0
+        self._publish(key)
+        return False
 
     def _finish(self, lease: Any, key: str) -> str:
         """All samples of a lease are trained on."""
-        mine, before = self._mine[key], self._ended.pop(lease, None)
+        mine, unread = self._mine[key], lease not in self._ended  # its reader was dropped
+        before = self._ended.pop(lease, None)
         for held in [held for held in mine.held if held.lease == lease]:
-            mine.finish(held, held.last if before is None else before)
+            mine.finish(held, held.first if unread else held.last if before is None else before)
             mine.held.remove(held)
             mine.used = mine.held[0].lease.used if mine.held else 0
         return key
@@ -253,7 +279,8 @@ class SwarmLeases:
         own, others = self._fetch(key)
         with self._lock:
             if key not in self._mine:
-                idle = [old for old, mine in self._mine.items() if not mine.held]
+                busy = {active for _, active in self._active}
+                idle = [old for old, mine in self._mine.items() if not mine.held and old not in busy]
                 for old in idle[: max(0, len(self._mine) - MAX_REMEMBERED)]:
                     del self._mine[old]
                 self._mine[key] = _Mine(merged(own.done) if own is not None else [])
@@ -297,16 +324,21 @@ class SwarmLeases:
             others, now = self._others(key), get_dht_time()
             with self._lock:
                 mine = self._mine[key]
+                if all(active != key for _, active in self._active):
+                    continue  # finished or closed meanwhile
+                gone = done_ranges(others) if mine.until <= now else []  # while we slept others may have done it all
                 for held in list(mine.held):
-                    self._settle(key, mine, held, [record for record in others if record.until > now])
+                    self._settle(key, mine, held, [record for record in others if record.until > now], gone)
                 mine.until = now + self._lifetime
             self._publish(key)
 
-    def _settle(self, key: str, mine: _Mine, held: _Held, others: list[LeaseRecord]) -> None:
-        """Count what others hold of our lease, and give it up if it stays with one of them."""
-        same = {r.peer_id: sum(overlap((held.first, held.last), span) for span in r.held) for r in others}
+    def _settle(self, key: str, mine: _Mine, held: _Held, others: list[LeaseRecord], gone: list[Span]) -> None:
+        """Count what others hold of our lease, and give it up if it stays with one of them, or is `gone`."""
+        span, expired = (held.first, held.last), mine.until <= get_dht_time()
+        same = {r.peer_id: sum(overlap(span, theirs) for theirs in r.held) for r in others}
         self.counts["duplicate"] += sum(same.values())
-        if any(count and rank(key, peer) < rank(key, self._own_id) for peer, count in same.items()):
+        stays = [count for peer, count in same.items() if expired or rank(key, peer) < rank(key, self._own_id)]
+        if any(stays) or any(overlap(span, theirs) for theirs in gone):
             self.counts["lost"] += 1
             self._lost.add(held.lease)
             mine.held.remove(held)

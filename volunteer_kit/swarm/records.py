@@ -126,7 +126,7 @@ def parse_record(schema: type[BaseModel], subkey: Any, value: Any) -> Any | None
         return None
     try:
         record = schema.parse_obj(value.value)
-    except ValueError:
+    except (ValueError, TypeError):  # TypeError: msgpack has keys that are no strings
         return None
     owner = peer_id_of_owner(subkey)
     return record if owner is not None and owner.to_bytes() == record.peer_id else None
