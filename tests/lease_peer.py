@@ -65,9 +65,9 @@ def main() -> None:
             result = leases._renew()
         else:
             result = getattr(leases, verb)(*order.values())
-            if verb == "applied":  # told in the background; here until it is
-                for key in leases._mine:
-                    leases._publish(key, wait=True)
+        if verb in ("applied", "renew"):  # told in the background; here until it is
+            for key in leases._mine:
+                leases._publish(key, wait=True)
         print(json.dumps({"event": "answer", "number": number, "result": result}), flush=True)
     peer.shutdown()
 
