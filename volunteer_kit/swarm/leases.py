@@ -265,12 +265,16 @@ class SwarmLeases:
         return False
 
     def _finish(self, lease: Any, key: str) -> str:
-        """All samples of a lease are trained on."""
+        """A lease is over: read as far as `ended` said, and all that was read of it is trained on."""
         mine, unread = self._mine[key], lease not in self._ended  # its reader was dropped
         before = self._ended.pop(lease, None)
         for held in [held for held in mine.held if held.lease == lease]:
-            mine.finish(held, held.first if unread else held.last if before is None else before)
+            end = held.first if unread else held.last if before is None else before
+            begun = mine.used > 0 and held is mine.held[0]
             mine.held.remove(held)
+            if begun and not any(other.first <= held.first < other.last for other in mine.held):
+                end = max(end, held.first + 1)  # nobody is told where we were in it, so that nobody can go on there
+            mine.finish(held, end)
             mine.used = mine.held[0].lease.used if mine.held else 0
         return key
 
