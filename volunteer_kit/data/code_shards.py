@@ -23,7 +23,6 @@ MAX_CODE = 2**16  # different codes that uint16 can tell apart
 MAX_RECORD = 2**20  # bytes; the original's 1,024 codes and a caption take 3,584
 MAX_RECORDS = 2**18  # of a shard; img2dataset puts 10,000 into one
 MAX_INDEX = 8 * 2**20  # bytes of NAME.index.json; a record takes about 20 in it
-MAX_CAPTION = 10_000  # characters; no text tokenizer here looks further
 MAX_VALUE = 200  # characters of a metadata field
 NAME = r"[A-Za-z0-9_-]{1,80}"
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volunteer_kit.data.code_shards import MAX_CAPTION, MadeFrom, stored_metadata
+from volunteer_kit.data.code_shards import MadeFrom, stored_metadata
 from volunteer_kit.data.hosts import hosts_of, wait_for_a_host
 from volunteer_kit.data.laion import IMAGES, LaionSource
 from volunteer_kit.data.shards import open_shard
@@ -130,7 +130,7 @@ class _Reader:
             json.loads(files.get("json") or b"{}"),
             (columns.nsfw, columns.width, columns.height, columns.similarity, columns.language),
         )
-        meta |= {"caption": record.caption[:MAX_CAPTION], "key": key, "index": raw.index, "sha256": seen.image}
+        meta |= {"caption": record.caption, "key": key, "index": raw.index, "sha256": seen.image}
         if seen.first < raw.index:
             meta["duplicate_of"] = seen.first
         return Decoded(raw.index, key, image=record.image, meta=meta)
