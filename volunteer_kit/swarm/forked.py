@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import weakref
 from contextlib import suppress
 
 import hivemind
 import torch
 
 LARGE = 2**20  # bytes
+_inherited: list[torch.Tensor] = []  # in a fork: what its parent had
+_frozen: list[weakref.ref[torch.Tensor]] = []  # the collector no longer lists them
 
 
 def forget_inherited_tensors() -> None:
@@ -17,12 +21,26 @@ def forget_inherited_tensors() -> None:
     A fork has its parent's memory page by page until one of them writes: the parent soon rewrites model, gradients and
     statistics, and their old pages would stay in every forked process, 1.5 GB in each for the original's model.
     """
-    for thing in gc.get_objects():
-        if type(thing) not in (torch.Tensor, torch.nn.Parameter) or thing.device.type != "cpu":
-            continue
+    while _inherited:
+        thing = _inherited.pop()
         with suppress(RuntimeError):  # no plain memory, or not torch's own
             if thing.untyped_storage().nbytes() >= LARGE and not thing.is_shared():
                 thing.untyped_storage().resize_(0)
+
+
+def _before_fork() -> None:
+    """Look for tensors here, not in the fork, and let no collector walk over the objects there: to look at an object
+    is to write its reference count, and 100 MB of Python's own pages would be copied into each process. What is frozen
+    stays so: the collection before the next fork would write the pages that the last one shares."""
+    gc.collect()
+    found = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
+    _frozen.extend(weakref.ref(tensor) for tensor in found if tensor.device.type == "cpu")
+    _frozen[:] = [reference for reference in _frozen if reference() is not None]
+    _inherited[:] = [tensor for tensor in (reference() for reference in _frozen) if tensor is not None]
+    gc.freeze()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_inherited.clear)
 
 
 class LeanDHT(hivemind.DHT):
