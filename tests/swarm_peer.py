@@ -10,6 +10,7 @@ import threading
 import torch
 
 from tests.attacks import ATTACKS
+from tests.network import enter
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
@@ -44,6 +45,8 @@ class FaultyLamb(Lamb):
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    if "network" in settings:
+        enter(settings["network"])
     torch.set_num_threads(1)
     orders = {"finish": None, "damage": threading.Event(), "leave": threading.Event()}
 
@@ -64,7 +67,7 @@ def main() -> None:
     peer = start_peer(
         PeerConfig(
             initial_peers=settings.get("initial_peers", []),
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            host_maddrs=settings.get("host_maddrs", ["/ip4/127.0.0.1/tcp/0"]),
             client_mode=settings.get("client_mode", False),
         )
     )
@@ -92,13 +95,14 @@ def main() -> None:
             average_state_every=settings.get("average_state_every", 0),
             refresh_period=0.3,
             metadata_expiration=20.0,
+            max_mbps=settings.get("max_mbps"),
         ),
         params=list(model.parameters()),
         optimizer=lambda params: FaultyLamb(
             params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=orders["damage"]
         ),
     )
-    say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch)
+    say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch, complete=optimizer.complete)
     train(model, truth, optimizer, settings, orders)
     state = optimizer.settle(patience=30.0)
     say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))
@@ -115,12 +119,23 @@ def train(model, truth, optimizer, settings, orders) -> None:
 
     def done() -> bool:
         last = orders["finish"]
-        return orders["leave"].is_set() or last is not None and last <= max(
-            optimizer.local_epoch, optimizer.tracker.global_epoch
+        return (
+            orders["leave"].is_set()
+            or last is not None
+            and last <= max(optimizer.local_epoch, optimizer.tracker.global_epoch)
         )
 
-    made, stepped = 0, set()
+    made, stepped, cut_off, known, complete = 0, set(), None, [], False
     while not done():
+        if optimizer.complete and not complete:
+            complete = True
+            say("complete", epoch=optimizer.local_epoch, made=made, traffic=optimizer.traffic())
+        if optimizer.reach.known_peers() != known:
+            known = optimizer.reach.known_peers()
+            say("known", maddrs=known)
+        if optimizer.cut_off != cut_off:
+            cut_off = optimizer.cut_off
+            say("cut_off" if cut_off else "back", why=cut_off, epoch=optimizer.local_epoch)
         x = torch.randn(16, DIM_IN, generator=generator)  # (B, in)
         loss = (model(x) - x @ truth).pow(2).mean()
         optimizer.zero_grad()

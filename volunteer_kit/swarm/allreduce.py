@@ -21,11 +21,18 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
+from volunteer_kit.swarm.traffic import Traffic
+
 Reduce = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]  # parts and weights -> one part
 
 
 class RefusedPart(AllreduceException):
     """A sender's part or weight cannot be true. The sender loses the rest of the round, the others lose nothing."""
+
+
+def size_of(message: averaging_pb2.AveragingData | averaging_pb2.DownloadData) -> int:
+    """Bytes of values in a message; what surrounds them is under a percent."""
+    return len(message.tensor_part.buffer)
 
 
 def read_values(message: runtime_pb2.Tensor) -> torch.Tensor:
@@ -142,6 +149,7 @@ class SwarmAllReduce(AllReduceRunner):
     :param max_weight: a larger declared weight is a lie; in samples for gradients, 1 for state
     :param out_of_step: members whose parts must not enter, with the reason; they are answered all the same
     :param lost_parts_are_zero: what stands for a part that no reducer answered: zero, or what we sent
+    :param traffic: counts what is sent and received, and holds it below this peer's cap
     """
 
     def __init__(
@@ -152,9 +160,11 @@ class SwarmAllReduce(AllReduceRunner):
         compression: CompressionBase,
         out_of_step: Mapping[PeerID, str] = MappingProxyType({}),
         lost_parts_are_zero: bool = False,
+        traffic: Traffic | None = None,
         **kwargs,
     ):
         super().__init__(compression=compression, **kwargs)
+        self.traffic = traffic or Traffic()
         self.max_weight, self.out_of_step = max_weight, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
         self.failed_reducers: list[PeerID] = []
@@ -216,12 +226,12 @@ class SwarmAllReduce(AllReduceRunner):
         def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
-            self.bytes_received += len(message.tensor_part.buffer)
+            self.bytes_received += size_of(message)
             return read_values(message.tensor_part)
 
         async for average in amap_in_executor(
             decode,
-            aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout),
+            self.traffic.received(aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout), size_of),
             max_prefetch=self.tensor_part_container.prefetch,
         ):
             if average.shape != shapes[part_index]:
@@ -236,7 +246,8 @@ class SwarmAllReduce(AllReduceRunner):
 
     async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
         async for message in messages:
-            self.bytes_sent += len(message.tensor_part.buffer)
+            self.bytes_sent += size_of(message)
+            await self.traffic.send(size_of(message))
             yield message
 
     async def _accumulate_parts_streaming(self, stream: AsyncIterator, sender_index: int) -> AsyncIterator:
@@ -244,8 +255,8 @@ class SwarmAllReduce(AllReduceRunner):
         part_index, first_weight = 0, None
         try:
             async for part, weight, num_bytes in amap_in_executor(
-                lambda msg: (read_values(msg.tensor_part), msg.weight, len(msg.tensor_part.buffer)),
-                stream,
+                lambda msg: (read_values(msg.tensor_part), msg.weight, size_of(msg)),
+                self.traffic.received(stream, size_of),
                 max_prefetch=self.tensor_part_container.prefetch,
             ):
                 self.bytes_received += num_bytes
@@ -260,6 +271,7 @@ class SwarmAllReduce(AllReduceRunner):
                 _, message = await reducer.accumulate_part(sender_index, part_index, counted, weight)
                 part_index += 1
                 self.bytes_sent += len(message.buffer)
+                await self.traffic.send(len(message.buffer))
                 yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=message)
         except BannedException:
             pass  # given up while it was sending; nothing of it is awaited any more

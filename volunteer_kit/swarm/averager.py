@@ -29,6 +29,7 @@ from volunteer_kit.swarm.admission import Doorkeeper, IsAdmitted, admit_everybod
 from volunteer_kit.swarm.agreement import Follow, out_of_step, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
 from volunteer_kit.swarm.forked import forget_inherited_tensors
+from volunteer_kit.swarm.traffic import Traffic
 
 logger = get_logger(__name__)
 # s; p2pd resets a stream that the answering side closes first, and what the other has not read by then is lost: one
@@ -78,6 +79,7 @@ class SwarmAverager(DecentralizedAverager):
     :param is_admitted: may this peer take part? Asked on incoming and outgoing calls, in the averager's process
     :param reduce: the reduction rule, parts and weights -> one part
     :param max_weight: the largest weight that anyone can have earned in one round; more is refused as a lie
+    :param traffic: counter and cap of this peer, shared by its averagers
     """
 
     lost_parts_are_zero = False  # what stands where a reducer did not answer: zero, or our own values
@@ -89,9 +91,11 @@ class SwarmAverager(DecentralizedAverager):
         is_admitted: IsAdmitted = admit_everybody,
         reduce: Reduce = weighted_mean,
         max_weight: float = float("inf"),
+        traffic: Traffic | None = None,
         start: bool,
         **kwargs,
     ):
+        self.traffic = traffic or Traffic()
         self._is_admitted, self._reduce, self._max_weight = is_admitted, reduce, max_weight
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
         super().__init__(*args, start=False, **kwargs)
@@ -222,6 +226,7 @@ class SwarmAverager(DecentralizedAverager):
             max_weight=self._max_weight,
             out_of_step=outcome.out_of_step(),
             lost_parts_are_zero=self.lost_parts_are_zero,
+            traffic=self.traffic,
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)

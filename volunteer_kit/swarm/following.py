@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import hivemind
@@ -12,12 +13,16 @@ import torch
 from hivemind.averaging.control import AveragingStage
 from hivemind.utils.logging import get_logger
 
+from volunteer_kit.checkpoint import CheckpointError
 from volunteer_kit.swarm.agreement import Follow, prevailing, read_all
+from volunteer_kit.swarm.arrival import OnDownload
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.records import SwarmProgressTracker
-from volunteer_kit.swarm.state import StateRefused, SwarmStateAverager, digest
+from volunteer_kit.swarm.state import SwarmStateAverager, digest
+from volunteer_kit.swarm.transfer import StateRefused
 
 logger = get_logger(__name__)
+LAST_RESORT = 3  # times that a lost state is asked for before we go on without
 SETTLED = 1e-6  # relative distance of models at the end of a run; rounding of equal steps stays below it
 
 
@@ -30,6 +35,8 @@ class FollowingOptimizer(hivemind.Optimizer):
     _follow: Follow | None = None  # whose state to take before the next microbatch
     _just_loaded = False  # and not stepped since
     _last_met = float("-inf")  # when we last knew of another peer, monotonic s
+    _asked_in_vain = 0  # times, for the statistics to parameters that we have
+    on_download: OnDownload | None = None  # told (bytes here, bytes in all) while we wait for parameters
 
     def _drop_scheduled_round(self) -> None:
         """Leave a round that is being arranged. One that runs already is seen through, with weight 0: leaving it would
@@ -57,21 +64,47 @@ class FollowingOptimizer(hivemind.Optimizer):
     def _take_state(self, **which) -> bool:
         """Download and adopt a state, begin the epoch anew. Nothing changes if there is none.
 
+        Back when the parameters are here; the statistics come while we train, and the next step waits for them.
+
         A round that is being arranged meanwhile is kept, and left only if the download takes long: whoever leaves a
         group makes the others wait, and is itself too late for the next.
         """
+        self.state_averager.abandon_statistics()  # or a step that waits for them would be waited for
         self._finish_updates()
         leave = threading.Timer(self.matchmaking_time, self._drop_scheduled_round)
         leave.start()
         try:
             with self.tracker.pause_updates():
-                loaded = self.state_averager.load_state_from_peers(timeout=self.load_state_timeout, **which)
+                loaded = self.state_averager.load_state_from_peers(
+                    timeout=self.load_state_timeout, whole=False, on_download=self.on_download, **which
+                )
                 if loaded:
                     self._follow, self._last_met = None, time.monotonic()
                     self._start_epoch_anew()
         finally:
             leave.cancel()
         return loaded
+
+    @property
+    def complete(self) -> bool:
+        """Parameters and statistics are those of one peer at one moment: nothing is on its way, or has been lost."""
+        return self.state_averager.complete
+
+    def _replace_lost_statistics(self) -> bool:
+        """The statistics to our parameters will not come: take another donor's state. If nobody has one, go on with the
+        statistics that we have; whoever comes later with better ones is followed.
+
+        :returns: whether a state was taken
+        """
+        if self._take_state():
+            self._asked_in_vain = 0
+            return True
+        self._asked_in_vain += 1
+        if self._asked_in_vain >= LAST_RESORT:
+            self._asked_in_vain = 0
+            logger.warning("Nobody gives the optimizer's statistics; going on with our own")
+            self.state_averager.go_on_without()
+        return False
 
     def load_state_from_peers(self, **kwargs) -> bool:
         """Adopt the newest state from the best donor, drop local progress. :returns: whether a state was adopted."""
@@ -88,7 +121,8 @@ class FollowingOptimizer(hivemind.Optimizer):
         self.grad_averager.reset_accumulated_grads_()
 
     def join(self, patience: float = 30.0) -> bool:
-        """Look for the swarm and take its state, before the first microbatch. :returns: whether a state was taken.
+        """Look for the swarm and take its parameters, before the first microbatch; the statistics follow, see
+        `complete`. :returns: whether a state was taken.
 
         hivemind finds out only while it trains: the newcomer's first round would be one of epoch 0 among veterans.
 
@@ -113,13 +147,18 @@ class FollowingOptimizer(hivemind.Optimizer):
 
         :param patience: s to wait until all donors hold the same as we, following those whom most follow; 0 to leave
         """
+        deadline = time.monotonic() + patience
+        with suppress(StateRefused):
+            self.state_averager.await_statistics(patience)
+        self.state_averager.abandon_statistics()
         self._finish_updates()
         self._drop_scheduled_round()
-        deadline = time.monotonic() + patience
         while time.monotonic() < deadline and self.tracker.global_progress.num_peers > 1:
             if self._agree(late=time.monotonic() > deadline - patience / 2):
                 break
             time.sleep(self.options.refresh_period)
+        with suppress(StateRefused):
+            self.state_averager.await_statistics(max(0.0, deadline - time.monotonic()))
         return digest(self.state_averager.state_tensors())
 
     def _agree(self, late: bool) -> bool:
@@ -127,6 +166,10 @@ class FollowingOptimizer(hivemind.Optimizer):
 
         :param late: no longer wait for those that are an epoch behind
         """
+        if not self.complete:
+            if self.state_averager.why_incomplete:
+                self._take_state()
+            return False
         own_id, own_epoch = self.dht.peer_id, self.local_epoch
         declared = read_all(self.state_averager.declared())
         newest = max((one.epoch for one in declared.values()), default=own_epoch)
@@ -155,7 +198,10 @@ class FollowingOptimizer(hivemind.Optimizer):
         what belongs into its meta (epoch, counters).
 
         :param names: of the parameters, in the order of the parameter groups
+        Raises CheckpointError while statistics are on their way.
         """
+        if not self.complete:
+            raise CheckpointError("Nothing was saved: the optimizer's statistics are still being downloaded.")
         metadata, tensors, _ = self.state_averager.get_current_state()
         keys = [*names, *self.state_averager.statistic_keys(names)]
         return dict(zip(keys, tensors, strict=True)), metadata
@@ -174,9 +220,9 @@ class FollowingOptimizer(hivemind.Optimizer):
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put an earlier training_state() back; the epoch goes on (a maximum of claims would undo going back)."""
+        self.state_averager.abandon_statistics()
         self._finish_updates()
-        metadata, _, _ = self.state_averager.get_current_state()
-        self.state_averager.adopt_state(metadata, list(tensors))
+        self.state_averager.adopt_state(self.state_averager.metadata(), list(tensors))
         self.grad_averager.reset_accumulated_grads_()
 
     def training_state(self) -> list[torch.Tensor]:

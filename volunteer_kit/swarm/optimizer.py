@@ -18,8 +18,10 @@ from volunteer_kit.swarm.averager import Round, SwarmGradientAverager
 from volunteer_kit.swarm.following import FollowingOptimizer
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
+from volunteer_kit.swarm.reach import Reach
 from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
+from volunteer_kit.swarm.traffic import Traffic
 
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
 NEVER = 2**31  # epochs between rounds of state averaging
@@ -38,6 +40,8 @@ class SwarmOptimizer(FollowingOptimizer):
     :param reduce: seam: the reduction rule
     """
 
+    on_round: Callable[[int], None] | None = None  # told, with the number of peers here, when averaging begins
+
     def __init__(
         self,
         *,
@@ -51,7 +55,8 @@ class SwarmOptimizer(FollowingOptimizer):
     ):
         self.options = options
         self.reports: deque[StepReport] = deque(maxlen=1000)  # of global steps not yet taken by the trainer
-        self._seams = {"is_admitted": is_admitted, "reduce": reduce}
+        self._traffic = Traffic(options.max_mbps)
+        self._seams = {"is_admitted": is_admitted, "reduce": reduce, "traffic": self._traffic}
         self._report: dict[str, Any] = {}  # of the global step under way
         super().__init__(
             dht=peer.dht,
@@ -80,6 +85,7 @@ class SwarmOptimizer(FollowingOptimizer):
                 "metadata_expiration": options.metadata_expiration,
             },
         )
+        self.reach = Reach(peer.dht)
 
     # --- parts, made ours ---
 
@@ -131,6 +137,25 @@ class SwarmOptimizer(FollowingOptimizer):
             **kwargs,
         )
 
+    def traffic(self) -> tuple[int, int]:
+        """(bytes sent, bytes received) by this peer so far, in rounds and as states."""
+        return self._traffic.totals
+
+    @property
+    def cut_off(self) -> str | None:
+        """Why we are out of the others' reach, None if we are not. Until it is over no step is taken and no more than
+        an epoch's samples are kept."""
+        return self.reach.cut_off
+
+    @property
+    def cut_off_for(self) -> float:
+        """s since somebody last answered, 0 unless cut off. It heals by itself; after many minutes try a restart."""
+        return self.reach.cut_off_for
+
+    def shutdown(self) -> None:
+        self.reach.close()
+        super().shutdown()
+
     # --- one microbatch ---
 
     def step(self, batch_size: int, grad_scale: float = 1.0, names: Sequence[Hashable] = ()) -> bool:
@@ -140,8 +165,20 @@ class SwarmOptimizer(FollowingOptimizer):
         self._grad_scale, self._names, self._taken = grad_scale, names, True
         if self._follow is not None and self._catch_up():
             return True  # the gradients at hand are of the model we just gave up
+        if self.cut_off is not None:
+            return self._wait_for_the_network(batch_size)
+        if self.state_averager.why_incomplete and self._replace_lost_statistics():
+            return True
         super().step(batch_size=batch_size)
         return self._taken
+
+    def _wait_for_the_network(self, batch_size: int) -> bool:
+        """Keep samples for the epoch under way, as many as it needs; slowly, for more cannot be of use."""
+        self.state_averager.step(apply_delayed_updates=True)
+        if self.grad_averager.local_samples_accumulated < self.target_batch_size:
+            return self._check_and_accumulate_gradients(batch_size)
+        time.sleep(min(1.0, self.matchmaking_time))
+        return True
 
     def _should_load_state_from_peers(self) -> bool:
         """Behind the others by more than a step under way.
@@ -182,6 +219,8 @@ class SwarmOptimizer(FollowingOptimizer):
         if self._follow is not None:
             return  # a step in the background has told us that our state is not the others'
         if self.tracker.global_progress.num_peers <= 1:
+            if not self.reach.may_go_alone():
+                return  # cut off: a step of ours alone would be nobody's, and its samples lost
             self.tracker.look_again(timeout=self.matchmaking_time)
             if self.tracker.global_progress.num_peers > 1:
                 return  # we were about to step alone; the next microbatch counts with theirs
@@ -197,6 +236,8 @@ class SwarmOptimizer(FollowingOptimizer):
             "started": time.perf_counter(),
         }
         met_others = self.tracker.global_progress.num_peers > 1
+        if met_others and self.on_round is not None:
+            self.on_round(self.tracker.global_progress.num_peers)
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:  # alone; right if we are, and wrong if we just could not see the others
             seen_lately = time.monotonic() - self._last_met < 2 * self.options.metadata_expiration

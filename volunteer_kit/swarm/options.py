@@ -24,6 +24,8 @@ class SwarmOptions:
     :param delay_grad_averaging: average in the background as well
     :param grad_codec: what gradients travel in; `state_codec`: parameters, when they differ
     :param max_samples_per_second: more than this, claimed by one peer, is not believed
+    :param max_mbps: Mbit/s that this peer may send, and as much that it may receive; None: as much as the line has. Its
+        own choice: set it when the line is needed for something else
     :param refresh_period: s between looks at the others' progress, at least
     """
 
@@ -40,6 +42,7 @@ class SwarmOptions:
     grad_codec: CompressionBase = field(default_factory=NoCompression)
     state_codec: CompressionBase = field(default_factory=NoCompression)
     max_samples_per_second: float = 10_000.0
+    max_mbps: float | None = None
     refresh_period: float = 0.5
     metadata_expiration: float = 60.0
 

@@ -36,6 +36,8 @@ class PeerConfig:
     :param identity_path: file with this peer's key, made if missing; the same file gives the same peer id
     :param client_mode: True: only dial out. None: decide from the machine's addresses
     :param startup_timeout: s; p2pd alone needs more than 15 s on a busy Colab VM
+    :param check_identity: ask the swarm whether another peer runs under this identity; seconds that can be spared
+        where a lock keeps it to one
     """
 
     initial_peers: list[str] = field(default_factory=list)
@@ -44,6 +46,7 @@ class PeerConfig:
     identity_path: str | None = None
     client_mode: bool | None = None
     startup_timeout: float = 90.0
+    check_identity: bool = True
 
 
 @dataclass
@@ -123,6 +126,7 @@ def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, author
         startup_timeout=config.startup_timeout,
         wait_timeout=5.0,  # s for one DHT call; home links and two busy cores answer slower than 3 s at times
         authorizer=authorizer,
+        check_if_identity_free=config.check_identity,
         start=False,
     )
     dht.run_in_background(await_ready=False)

@@ -77,6 +77,7 @@ class PeerRecord(BaseModel):
     samples_per_second: confloat(strict=True, ge=0.0, lt=1e9)
     loss: confloat(strict=True, ge=0.0, lt=1e9) | None
     client_mode: StrictBool
+    protocol: conint(strict=True, ge=0, lt=2**31) = 1  # runs.PROTOCOL_VERSION; older kits tell none
 
 
 class PeersSchema(BaseModel):

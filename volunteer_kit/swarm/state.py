@@ -6,44 +6,32 @@ settings (learning rate, betas) is adopted, and what does not fit or is not fini
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import hashlib
 import math
 import multiprocessing as mp
-import random
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
-from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from hivemind.averaging import DecentralizedAverager
-from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
-from hivemind.utils.asyncio import aiter_with_timeout
+from hivemind.p2p import PeerID
 from hivemind.utils.logging import get_logger
-from hivemind.utils.streaming import combine_from_streaming
 
-from volunteer_kit.swarm.agreement import MAX_EPOCH, SKETCH_SIZE, prevailing, rank_donors, read_all, sketch
-from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.swarm.agreement import MAX_EPOCH, SKETCH_SIZE, prevailing, read_all, sketch
+from volunteer_kit.swarm.arrival import ArrivingState
+from volunteer_kit.swarm.transfer import StateRefused, read_donors
 
 logger = get_logger(__name__)
-MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
-MAX_METADATA_BYTES = 2**16
 # a joiner waits for a step under way, this share of what it waits for bytes: the state before it is behind on arrival
 STEP_PATIENCE = 0.8
 UPDATE_PATIENCE = 900.0  # s; longer than any round, which has its own timeouts
 TOLD = struct.Struct(f"<q{4 * SKETCH_SIZE}s")  # what the averager's process must know: epoch, sketch
-
-
-class StateRefused(ValueError):
-    """A donor's state does not fit this run, or is not finite."""
 
 
 def digest(tensors) -> str:
@@ -55,14 +43,12 @@ def digest(tensors) -> str:
     return hasher.hexdigest()
 
 
-class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
+class SwarmStateAverager(ArrivingState, TrainingStateAverager):
     """Parameters and statistics of this peer; averages parameters when, and only when, members differ.
 
     After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
     donor. In a round of state averaging nothing is sent while all members hold the same.
     """
-
-    last_donor: str | None = None
 
     def __init__(self, **kwargs):
         # hivemind counts the epoch before the background step that makes it true: what a joiner would then download
@@ -128,24 +114,40 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
         statistics = [value for _, _, value in self._statistics() if isinstance(value, torch.Tensor)]
         return [*parameters, *self.extra_tensors, *statistics]
 
+    @property
+    def num_parameters(self) -> int:
+        return len(self.main_parameters) + len(self.extra_tensors)
+
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
+        """A copy of one moment. Raises StateRefused while statistics are on their way: it would be of two."""
         self._step_done.wait(STEP_PATIENCE * self.next_chunk_timeout)
+        if not self.complete:
+            raise StateRefused("our own statistics are still on their way")
         with torch.no_grad(), self.lock_averaged_tensors:
             tensors = [tensor.detach().cpu().clone() for tensor in self.state_tensors()]
-            numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
-            epoch = self._state_epoch
-        num_parameters = len(self.main_parameters)
+            metadata = self.metadata()
         infos = [
             CompressionInfo.from_tensor(
-                tensor, key=i, role=TensorRole.PARAMETER if i < num_parameters else TensorRole.OPTIMIZER
+                tensor, key=i, role=TensorRole.PARAMETER if i < self.num_parameters else TensorRole.OPTIMIZER
             )
             for i, tensor in enumerate(tensors)
         ]
-        return {"epoch": epoch, "numbers": numbers}, tensors, infos
+        return metadata, tensors, infos
 
-    def check_state(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
+    def metadata(self) -> dict[str, Any]:
+        """The state's epoch, and the statistics that are plain numbers."""
+        numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
+        return {"epoch": self._state_epoch, "numbers": numbers}
+
+    def check_state(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Raises StateRefused unless a donor's state fits ours in every shape and type, and is finite."""
-        own = self.state_tensors()
+        self.check_metadata(metadata)
+        wanted = len(self.state_tensors())
+        if len(tensors) != wanted:
+            raise StateRefused(f"{len(tensors)} tensors instead of {wanted}")
+        self.check_tensors(tensors)
+
+    def check_metadata(self, metadata: Any) -> None:
         epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
         if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
             raise StateRefused(f"epoch {epoch!r}")
@@ -155,146 +157,64 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
             raise StateRefused("another optimizer's counters")
         if not all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers):
             raise StateRefused("counters that are not finite")
-        if len(tensors) != len(own):
-            raise StateRefused(f"{len(tensors)} tensors instead of {len(own)}")
-        for index, (theirs, ours) in enumerate(zip(tensors, own, strict=True)):
-            if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+
+    def check_tensors(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
+        """The same for a part of the tensors, from place `first` on."""
+        own, non_negative = self.state_tensors(), getattr(self.optimizer, "non_negative", ())
+        names = [None] * self.num_parameters
+        names += [name for _, name, value in self._statistics() if isinstance(value, torch.Tensor)]
+        for index, theirs in enumerate(tensors, start=first):
+            if theirs.shape != own[index].shape or theirs.dtype != own[index].dtype:
                 raise StateRefused(f"tensor {index} is {theirs.dtype} {tuple(theirs.shape)}")
             if theirs.is_floating_point() and not torch.isfinite(theirs).all():
                 raise StateRefused(f"tensor {index} is not finite")
-        non_negative = getattr(self.optimizer, "non_negative", ())
-        names = [name for _, name, value in self._statistics() if isinstance(value, torch.Tensor)]
-        for name, theirs in zip(reversed(names), reversed(tensors), strict=False):  # statistics come last
-            if name in non_negative and (theirs < 0).any():
-                raise StateRefused(f"a negative {name}, whose root is no number")
+            if names[index] in non_negative and (theirs < 0).any():
+                raise StateRefused(f"a negative {names[index]}, whose root is no number")
+
+    def adopt_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a checked state into our own tensors, statistics in their own types, and follow its epoch."""
+        self.abandon_statistics()
+        with self.lock_averaged_tensors:
+            self._copy(tensors)
+            self._copy_numbers(metadata["numbers"])
+        self._follow_parameters(metadata["epoch"])
+        self.settle_arrival()
+
+    def go_on_without(self) -> None:
+        """Take what we hold for a whole state, though its statistics are older than its parameters."""
+        self._state_epoch = self.local_epoch
+        self.settle_arrival()
+        self.describe()
+
+    def adopt_parameters(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        with self.lock_averaged_tensors:
+            self._copy(tensors)
+        self._follow_parameters(metadata["epoch"])
+
+    def adopt_statistics(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        with self.lock_averaged_tensors:
+            self._copy(tensors, first=self.num_parameters)
+            self._copy_numbers(metadata["numbers"])
 
     @torch.no_grad()
-    def adopt_state(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Copy a checked state into our own tensors, statistics in their own types, and follow its epoch."""
-        with self.lock_averaged_tensors:
-            for ours, theirs in zip(self.state_tensors(), tensors, strict=True):
-                ours.copy_(theirs)
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            slots = [(i, name) for i, name, value in self._statistics() if not isinstance(value, torch.Tensor)]
-            for (index, name), number in zip(slots, metadata["numbers"], strict=True):
-                self.optimizer.state[parameters[index]][name] = number
+    def _copy(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
+        for ours, theirs in zip(self.state_tensors()[first:], tensors, strict=False):
+            ours.copy_(theirs)
+
+    def _copy_numbers(self, numbers: Sequence[float]) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        slots = [(i, name) for i, name, value in self._statistics() if not isinstance(value, torch.Tensor)]
+        for (index, name), number in zip(slots, numbers, strict=True):
+            self.optimizer.state[parameters[index]][name] = number
+
+    def _follow_parameters(self, epoch: int) -> None:
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
-        self.local_epoch = self._state_epoch = metadata["epoch"]
+        self.local_epoch = self._state_epoch = epoch
         self._update_scheduler()
         self.describe()
-
-    def load_state_from_peers(
-        self, timeout: float | None = None, at_least: int | None = None, donors: Sequence[PeerID] | None = None, **_
-    ) -> bool:
-        """Download a state that fits. :returns: whether one was adopted.
-
-        :param at_least: the epoch that it must have; by default ours
-        :param donors: ask these; by default all that declare themselves, best first
-        """
-        at_least, refused = self.local_epoch if at_least is None else at_least, []
-        asked = None if donors is None else [donor.to_bytes() for donor in donors]
-        deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
-        while time.monotonic() < deadline:
-            future = MPFuture()
-            self._outer_pipe.send(("_download_state", [], {"future": future, "refused": refused, "donors": asked}))
-            found = future.result(timeout=None if math.isinf(deadline) else max(0.1, deadline - time.monotonic()))
-            if found is None:
-                return False
-            donor, metadata, tensors = found
-            try:
-                self.check_state(metadata, tensors)
-                if metadata["epoch"] < at_least:
-                    raise StateRefused(f"epoch {metadata['epoch']}, and {at_least} is needed")
-            except StateRefused as e:
-                logger.info(f"State of {PeerID(donor)} refused: {e}")
-                refused.append(donor)
-                continue
-            self.adopt_state(metadata, tensors)
-            self.last_donor = str(PeerID(donor))
-            return True
-        return False
-
-    # --- in the averager's process ---
-
-    async def _declare_for_download_periodically(self) -> None:
-        """Tell that we share our state. hivemind's declaration expires before its next one is stored, and whoever
-        looks in between finds no donor."""
-        was_shared = False
-        while True:
-            self._state_updated.clear()
-            shared = self.allow_state_sharing
-            if shared or was_shared:
-                asyncio.create_task(self._declare(self.told if shared else None))
-            was_shared = shared
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period)
-
-    async def _declare(self, told: list | None) -> None:
-        with suppress(Exception):  # the next one follows soon
-            stored = self.dht.store(
-                f"{self.prefix}.all_averagers",
-                subkey=self.peer_id.to_bytes(),
-                value=told,
-                expiration_time=get_dht_time() + 2 * self.declare_state_period,
-                return_future=True,
-            )
-            await asyncio.wait_for(stored, self.declare_state_period)
-
-    async def rpc_download_state(
-        self, request: averaging_pb2.DownloadRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        self.doorkeeper.check(context.remote_id, "download_state")
-        async for message in super().rpc_download_state(request, context):
-            yield message
-
-    async def _download_state(self, future: MPFuture, refused: list[bytes], donors: list[bytes] | None) -> None:
-        """One attempt through the donors, best first. Sets (donor, metadata, tensors) or None."""
-        try:
-            if donors is None:
-                found = await self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
-                told = read_donors(found.value if found else {}, self.peer_id)
-                ranked = rank_donors(told, random.sample(sorted(told), len(told)))
-            else:
-                ranked = [PeerID(donor) for donor in random.sample(donors, len(donors))]
-            for donor in ranked:
-                if donor.to_bytes() in refused:
-                    continue
-                try:
-                    metadata, tensors = await self._download_from(donor)
-                except Exception as e:
-                    logger.warning(f"Could not download the state from {donor}: {e!r}")
-                    continue
-                future.set_result((donor.to_bytes(), metadata, tensors))
-                return
-        except Exception:
-            logger.exception("Could not look for donors")
-        finally:
-            if not future.done():
-                future.set_result(None)
-
-    async def _download_from(self, donor: PeerID) -> tuple[Any, list[torch.Tensor]]:
-        stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
-        stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
-        limit = 2 * sum(t.numel() * t.element_size() for t in self.state_tensors()) + 2**20
-        metadata, tensors, parts, size = None, [], [], 0
-        async for message in aiter_with_timeout(stream, timeout=self.next_chunk_timeout):
-            size += len(message.tensor_part.buffer)
-            if size > limit or len(message.metadata) > MAX_METADATA_BYTES:
-                raise StateRefused("more bytes than the whole state has")
-            if message.metadata:
-                metadata = self.serializer.loads(message.metadata)
-            if message.tensor_part.dtype and parts:  # a dtype marks the first part of the next tensor
-                tensors.append(deserialize_torch_tensor(combine_from_streaming(parts)))
-                parts = []
-            parts.append(message.tensor_part)
-        if parts:
-            tensors.append(deserialize_torch_tensor(combine_from_streaming(parts)))
-        if metadata is None:
-            raise StateRefused("it shares no state")
-        return metadata, tensors
 
     # --- keeping parameters equal ---
 
@@ -314,6 +234,8 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
         try:
             if wait_for_trigger is not None:
                 wait_for_trigger()
+            if optimizer_step:
+                self.await_statistics()
             with self.lock_optimizer:
                 if optimizer_step:
                     with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
@@ -325,6 +247,9 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
             if averaging_round:
                 with self.lock_averaging:
                     self._average_parameters(timeout)
+        except StateRefused as e:
+            logger.warning(f"No step was taken: {e}")
+            self.finished_optimizer_step.set()
         except Exception:
             logger.exception("The delayed update failed")
             self.finished_optimizer_step.set()
@@ -345,13 +270,3 @@ class SwarmStateAverager(SwarmAverager, TrainingStateAverager):
                 self.describe()
         except BaseException as e:
             logger.log(self.status_loglevel, f"State averaging failed: {e!r}")
-
-
-def read_donors(records: Any, own_id: PeerID) -> dict[PeerID, Any]:
-    """The DHT's list of donors, ours left out -> what each says that it holds, unread."""
-    return {
-        PeerID(key): info.value
-        for key, info in (records.items() if isinstance(records, dict) else ())
-        if isinstance(key, bytes) and 0 < len(key) <= MAX_PEER_ID_BYTES and key != own_id.to_bytes()
-        if isinstance(info, ValueWithExpiration) and info.value is not None
-    }

@@ -1,0 +1,243 @@
+"""Lines that die: nothing counted is lost, nobody steps alone beside a swarm, and all come back by themselves."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from functools import partial
+
+import psutil
+import pytest
+from hivemind.p2p import PeerID
+
+from tests.local_swarm import LocalPeer, local_swarm
+from tests.network import network
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.reach import MAX_KNOWN, Look, Reach, answers, is_loopback, is_private, split_address
+
+BACK_WITHIN = 90.0  # s, on a busy machine; p2pd waits longer before each vain dial
+OUTAGE = 60.0  # s; longer than p2pd keeps a dead connection, and than the others' records live
+
+
+def epochs(peer: LocalPeer) -> list[dict]:
+    return [event for event in peer.events if event["event"] == "epoch"]
+
+
+def counted_alone(peer: LocalPeer, first: int, last: int) -> int:
+    """Samples that it took for counted in steps of its own, between two epochs."""
+    return sum(e["samples"] for e in epochs(peer) if first < e["epoch"] < last and e["group_size"] == 1)
+
+
+def wait_until_equal(swarm, peers: list[LocalPeer]) -> None:
+    ends = swarm.finish(*peers)
+    assert len({(end["epoch"], end["digest"]) for end in ends}) == 1, [peer.story() for peer in peers]
+
+
+# --- real outages ---
+
+
+@pytest.mark.slow
+def test_a_peer_whose_line_is_cut_takes_no_step_and_comes_back_by_itself(tmp_path):
+    with network(3) as net, local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(**net.settings(number)) for number in (1, 2, 3)]
+        for peer in peers:
+            peer.wait_epoch(2, group_size=3)
+        *others, lost = peers
+        net.cut(3)
+        cut = lost.wait_event("cut_off")
+        before = max(event["epoch"] for event in epochs(others[0]))
+        for peer in others:
+            peer.wait_epoch(before + 3, group_size=2)
+        time.sleep(OUTAGE)  # an outage has a length; nothing is awaited
+        net.mend(3)
+        lost.wait_event("back", BACK_WITHIN)
+        met = lost.wait_epoch(before + 4, group_size=3, timeout=BACK_WITHIN)
+        assert counted_alone(lost, cut["epoch"] + 1, met["epoch"]) == 0, lost.story()
+        wait_until_equal(swarm, peers)
+
+
+@pytest.mark.slow
+def test_a_suspended_machine_comes_back_by_itself(tmp_path):
+    with network(2) as net, local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(**net.settings(number)) for number in (1, 2)]
+        for peer in peers:
+            peer.wait_epoch(2, group_size=2)
+        tree = [psutil.Process(peers[1].process.pid)]
+        tree += tree[0].children(recursive=True)
+        for process in tree:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(OUTAGE)
+        for process in tree:
+            process.send_signal(signal.SIGCONT)
+        awake = max(event["epoch"] for event in epochs(peers[0]))
+        peers[1].wait_epoch(awake + 1, group_size=2, timeout=BACK_WITHIN)
+        wait_until_equal(swarm, peers)
+
+
+@pytest.mark.slow
+def test_when_the_first_peer_dies_the_others_go_on_and_a_restart_finds_them(tmp_path):
+    """Its address is dead; what is remembered of the others leads back."""
+    with local_swarm(tmp_path) as swarm:
+        first, second, third = (swarm.add() for _ in range(3))
+        for peer in (first, second, third):
+            peer.wait_epoch(2, group_size=3)
+        known = second.wait_for(lambda e: e["event"] == "known" and len(e["maddrs"]) >= 2)["maddrs"]
+        dead = first.wait_event("connected")["maddrs"]
+        assert set(known) >= set(dead) | set(third.wait_event("connected")["maddrs"])
+        first.kill()
+        third.wait_epoch(max(e["epoch"] for e in epochs(third)) + 2, group_size=2)
+        second.kill()
+        again = swarm.add(initial_peers=[*dead, *known])
+        joined = again.wait_event("joined")
+        assert joined["taken"]
+        again.wait_epoch(joined["epoch"] + 1, group_size=2)
+        wait_until_equal(swarm, [third, again])
+
+
+@pytest.mark.slow
+def test_when_nobody_is_left_to_be_asked_nothing_is_counted(tmp_path):
+    """The only peer it knows is gone: whether the swarm is over or its line is dead, it cannot know."""
+    with local_swarm(tmp_path) as swarm:
+        first, second = swarm.add(), swarm.add()
+        for peer in (first, second):
+            peer.wait_epoch(1, group_size=2)
+        first.kill()
+        cut = second.wait_event("cut_off")
+        assert "Nobody" in cut["why"]
+        known = len(second.events)
+        with pytest.raises(AssertionError, match="nothing within"):
+            second.wait_for(lambda e: e in second.events[known:] and e.get("samples"), timeout=8)
+
+
+@pytest.mark.slow
+def test_the_first_peer_goes_on_alone_when_the_others_are_gone(tmp_path):
+    """Their machines refuse the call, so it is not its own line that is dead."""
+    with local_swarm(tmp_path) as swarm:
+        first, second = swarm.add(), swarm.add()
+        for peer in (first, second):
+            peer.wait_epoch(1, group_size=2)
+        second.kill()
+        gone = max(e["epoch"] for e in epochs(first))
+        first.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > gone + 2 and e["group_size"] == 1)
+        assert not any(e["event"] == "cut_off" for e in first.events)
+
+
+# --- who may be believed, who is remembered ---
+
+
+@pytest.fixture(scope="module")
+def peers():
+    first = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
+    maddrs = first.visible_maddrs()
+    server = start_peer(
+        PeerConfig(initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=["/ip4/1.2.3.4/tcp/5"])
+    )
+    client = start_peer(PeerConfig(initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True))
+    yield first, server, client
+    for peer in (client, server, first):
+        peer.shutdown()
+
+
+@pytest.fixture
+def reach(peers):
+    made = [Reach(peer.dht) for peer in peers]
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_peers_that_answer_are_connected_and_remembered_by_what_they_announce(peers, reach):
+    first, server, client = reach
+    for one in reach:
+        assert one.is_connected() and one.may_go_alone() and one.cut_off is None and one.cut_off_for == 0
+    deadline = time.monotonic() + 30
+    while not first.known_peers() or not client.known_peers():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert first.known_peers() == [f"/ip4/1.2.3.4/tcp/5/p2p/{peers[1].peer_id}"], "and who takes no calls is not"
+    assert client.known_peers()[0] in (*peers[0].visible_maddrs(), *first.known_peers())
+
+
+async def ask(dht, node, peer) -> bool:
+    return await answers(node, peer)
+
+
+def test_who_answers_whatever_it_says_is_there_and_who_is_unknown_is_not(peers):
+    first, server, client = peers
+    for asker, asked in [(first, server), (first, client), (server, first), (client, first)]:
+        assert asker.dht.run_coroutine(partial(ask, peer=asked.peer_id)) is True
+    nobody = PeerID(b"\x12\x20" + bytes(32))
+    assert first.dht.run_coroutine(partial(ask, peer=nobody)) is False
+
+
+class NoDht:
+    """Answers as it is told."""
+
+    def __init__(self, initial_peers, *looks: Look):
+        self.initial_peers, self.looks = initial_peers, list(looks)
+        self.asked = threading.Event()
+
+    def run_coroutine(self, coro, return_future):
+        return self
+
+    def result(self, timeout):
+        return self.looks.pop(0) if self.looks else Look()
+
+
+A, B = "/ip4/10.0.0.1/tcp/1/p2p/A", "/ip4/10.0.0.2/tcp/1/p2p/B"
+HERE, SILENT, NONE = Look(answered=True, known=[A]), Look(silent=[A]), Look()
+REFUSED = Look(refused=True, silent=[B])
+
+
+@pytest.mark.parametrize(
+    "first, looks, alone, cut_off",
+    [
+        ([], [NONE] * 3, True, False),  # a new swarm, and nobody yet
+        ([], [HERE], True, False),
+        ([], [HERE, REFUSED, REFUSED], True, False),  # one is gone, its machine is there
+        ([], [HERE, SILENT, SILENT], False, True),  # they have been here, and the line is dead
+        ([B], [HERE], True, False),
+        ([B], [HERE, SILENT], False, False),  # once is not enough to be sure
+        ([B], [HERE, SILENT, SILENT], False, True),
+        ([B], [HERE, REFUSED, REFUSED], False, True),  # first peers that are down can come back, and others with them
+        ([B], [SILENT, SILENT, HERE], True, False),
+    ],
+)
+def test_who_may_go_on_alone(first, looks, alone, cut_off, monkeypatch):
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD", 1e6)
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD_SILENT", 1e6)
+    reach = Reach(NoDht(first, *looks[:-1], *[looks[-1]] * 2))
+    try:
+        for _ in looks:
+            reach._answered_at = float("-inf")  # so that it looks
+            reach.is_connected()
+        assert (reach.cut_off is not None) is cut_off and (reach.cut_off_for > 0) is cut_off
+        assert reach.may_go_alone() is alone
+    finally:
+        reach.close()
+
+
+def test_what_is_remembered_is_bounded_and_the_latest_first(monkeypatch):
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD_SILENT", 1e6)
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD", 1e6)
+    reach = Reach(NoDht([]))
+    try:
+        for number in range(2 * MAX_KNOWN):
+            reach._take(Look(answered=True, known=[f"/ip4/10.0.0.1/tcp/{number + 1}/p2p/A"]), time.monotonic())
+        reach._take(Look(answered=True, known=[f"/ip4/10.0.0.1/tcp/{MAX_KNOWN + 1}/p2p/A"]), time.monotonic())
+        known = reach.known_peers()
+        assert len(known) == len(set(known)) == MAX_KNOWN
+        assert [int(address.split("/")[4]) for address in known[:2]] == [MAX_KNOWN + 1, 2 * MAX_KNOWN]
+    finally:
+        reach.close()
+
+
+def test_addresses():
+    peer_id = "QmVw55HRsuptQWXCVBQEpzFhMHftKSh5aEtfyv6MgV74PX"
+    host, port, maddr = split_address(f"/ip4/1.2.3.4/tcp/5555/p2p/{peer_id}")
+    assert (host, port, maddr["p2p"]) == ("1.2.3.4", 5555, peer_id)
+    assert split_address(f"/ip4/1.2.3.4/udp/5555/quic-v1/p2p/{peer_id}")[1] is None
+    assert split_address(f"/dns4/a.example/tcp/5555/p2p/{peer_id}")[:2] == ("a.example", 5555)
+    assert is_loopback("/ip4/127.0.0.1/tcp/1") and not is_loopback("/dns4/localhost/tcp/1")
+    assert is_private("/ip4/192.168.0.7/tcp/1") and not is_private("/ip4/8.8.8.8/tcp/1")

@@ -1,0 +1,261 @@
+"""Is anybody of the swarm within reach, and who could be dialled when the first peers are gone?
+
+p2pd takes half a minute to notice that a line is dead and never dials again by itself; the DHT forgets whoever does not
+answer, and after a longer outage it knows nobody. So somebody is asked every few seconds, and while nobody answers
+the first peers and those met since are dialled anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from hivemind.dht import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+from hivemind.proto import dht_pb2, p2pd_pb2
+from hivemind.utils.logging import get_logger
+from hivemind.utils.multiaddr import Multiaddr
+
+logger = get_logger(__name__)
+PERIOD, PERIOD_SILENT = 5.0, 2.0  # s between looks: while somebody answers, and while nobody does
+ANSWER_WITHIN = 4.0  # s; two busy cores and a full home link answer slower than 1 s at times
+FRESH = 8.0  # s that an answer is believed
+HANG_UP_AFTER = 4  # looks in a row without an answer: a busy machine alone is slow to answer too
+ASKED_AT_ONCE = 4  # peers
+DIALLED_AT_ONCE = 8  # addresses
+MAX_KNOWN = 50  # addresses that are remembered
+MAX_ADDRESS = 300  # characters
+NOBODY = "Nobody in the swarm answers, neither its first peers nor any other: is this machine online?"
+
+
+@dataclass
+class Look:
+    """What one look found. `answered`: a peer did; `refused`: a machine did whose peer is gone, so our line works;
+    `silent`: addresses where nothing did; `known`: addresses of peers that are here now."""
+
+    answered: bool = False
+    refused: bool = False
+    silent: list[str] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
+
+
+class Reach:
+    """Looks around in a thread of its own, from the process that trains.
+
+    :param dht: a running DHT; its initial_peers are dialled again after an outage
+    """
+
+    def __init__(self, dht: DHT):
+        self._dht = dht
+        self._first = tuple(str(maddr) for maddr in dht.initial_peers or ())
+        self._known: dict[str, None] = {}  # addresses of peers met, the latest last
+        self._met = bool(self._first)  # anybody, ever: start_peer fails unless one of the first peers answers
+        self._answered_at = time.monotonic() if self._first else float("-inf")
+        self._looked_at = float("-inf")
+        self._silent_looks = 0  # in a row
+        self._may_be_alone = not self._first
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reach", daemon=True)
+        self._thread.start()
+
+    def is_connected(self) -> bool:
+        """Did somebody answer just now? Looks, which takes seconds, only if nobody has for some seconds."""
+        if time.monotonic() - self._answered_at > FRESH:
+            self._look(not_before=time.monotonic())
+        return time.monotonic() - self._answered_at <= FRESH
+
+    def may_go_alone(self) -> bool:
+        """Is it the swarm that is empty, not our line that is dead?
+
+        Who was told of others needs one of them to say so. The first peer of a swarm needs nobody before it has met
+        others; afterwards it stays alone when a machine of one that it met refuses its call: so its own line works.
+        """
+        return self.is_connected() or self._may_be_alone
+
+    @property
+    def cut_off(self) -> str | None:
+        """Why we are out of the swarm's reach, in words; None if we are not, or nobody is there to be reached."""
+        return NOBODY if self._silent_looks >= 2 and not self._may_be_alone else None
+
+    @property
+    def cut_off_for(self) -> float:
+        """s since somebody last answered, 0 unless cut off."""
+        return time.monotonic() - self._answered_at if self.cut_off else 0.0
+
+    def known_peers(self) -> list[str]:
+        """Addresses of peers that were here lately and take calls, the latest first, MAX_KNOWN at most: initial_peers
+        for a restart."""
+        return list(reversed(self._known))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=ANSWER_WITHIN)
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD_SILENT if self._silent_looks and not self._may_be_alone else PERIOD):
+            self._look(not_before=time.monotonic())
+
+    def _look(self, not_before: float) -> None:
+        """Look around, unless somebody else has since `not_before`."""
+        with self._lock:
+            if self._looked_at >= not_before or self._stop.is_set():
+                return
+            began, found = time.monotonic(), Look()
+            addresses = [*self._first, *reversed(self._known)]
+            look = partial(look_around, addresses=addresses, hang_up=self._silent_looks >= HANG_UP_AFTER)
+            try:
+                found = self._dht.run_coroutine(look, return_future=True).result(timeout=6 * ANSWER_WITHIN)
+            except Exception as e:  # it takes too long, or the DHT has ended
+                logger.info(f"Could not look around: {e!r}")
+            self._take(found, began)
+
+    def _take(self, found: Look, began: float) -> None:
+        self._looked_at = time.monotonic()
+        if found.answered:
+            self._met, self._silent_looks = True, 0
+            # as of when it was asked, unless it took so long that nothing would ever be fresh
+            self._answered_at = max(began, self._looked_at - FRESH / 2)
+        else:
+            self._silent_looks += 1
+        there = found.refused or not found.silent
+        self._may_be_alone = not self._first and not found.answered and (there or not self._met)
+        if self._silent_looks == 2 and self.cut_off:
+            logger.warning(f"{NOBODY} Silent: {', '.join(found.silent)}")
+        known = {address: None for address in self._known if address not in found.known}
+        known.update(dict.fromkeys(found.known))
+        self._known = dict.fromkeys(list(known)[-MAX_KNOWN:])
+
+
+# --- in the DHT's process ---
+
+
+async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up: bool = False) -> Look:
+    """Ask those who are connected; if none answers, dial `addresses` (multiaddrs with peer ids, best first).
+
+    :param hang_up: what p2pd still takes for connections are dead; with them all calls end that use them
+    """
+    connected = [info.peer_id for info in await node.p2p.list_peers()]
+    asked = random.sample(connected, min(ASKED_AT_ONCE, len(connected)))
+    if await _first_true(answers(node, peer) for peer in asked):
+        return Look(answered=True, known=await _dialable(node, connected))
+    tried = random.sample(addresses[DIALLED_AT_ONCE // 2 :], min(DIALLED_AT_ONCE // 2, max(0, len(addresses) - 4)))
+    tried = [*addresses[: DIALLED_AT_ONCE // 2], *tried]
+    ends = await asyncio.gather(*(_dial(node, address, hang_up) for address in tried))
+    found = Look("answered" in ends, "refused" in ends)
+    found.silent = [address for address, end in zip(tried, ends, strict=True) if end == "silent"]
+    if found.answered:
+        with suppress(Exception):  # fill the routing table: it has been emptied by calls that nobody took
+            await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), ANSWER_WITHIN)
+    return found
+
+
+async def answers(node: DHTNode, peer: PeerID) -> bool:
+    """Does it say anything, if only that it takes no calls (client mode)?"""
+    request = dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
+    try:
+        await asyncio.wait_for(node.protocol.get_stub(peer).rpc_ping(request), ANSWER_WITHIN)
+    except P2PHandlerError:
+        return True
+    except P2PDaemonError as e:
+        return "not supported" in str(e)
+    except Exception:
+        return False
+    return True
+
+
+async def _first_true(attempts: Iterable) -> bool:
+    """The rest end by themselves: to cancel a call is one more call to p2pd."""
+    tasks = {asyncio.ensure_future(attempt) for attempt in attempts}
+    while tasks:
+        done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if any(task.result() for task in done):
+            return True
+    return False
+
+
+async def _dial(node: DHTNode, address: str, hang_up: bool) -> str:
+    """Call a peer anew. :returns: "answered", "refused" (its machine is there) or "silent"."""
+    host, port, maddr = split_address(address)
+    if port is not None:  # p2pd waits longer after each vain attempt; so it is only asked for what can succeed
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), ANSWER_WITHIN)
+            writer.close()
+        except ConnectionRefusedError:
+            return "refused"
+        except (OSError, asyncio.TimeoutError):
+            return "silent"
+    peer = PeerID.from_base58(maddr["p2p"])
+    try:
+        await asyncio.wait_for(_connect(node, peer, maddr, hang_up), ANSWER_WITHIN)
+    except Exception as e:
+        return "refused" if port is not None or "refused" in str(e) else "silent"
+    node.blacklist.register_success(peer)
+    return "answered" if await node.protocol.call_ping(peer, validate=False, strict=False) else "refused"
+
+
+async def _connect(node: DHTNode, peer: PeerID, maddr: Multiaddr, hang_up: bool) -> None:
+    if hang_up:
+        with suppress(Exception):
+            await node.p2p._client.disconnect(peer)
+    await node.p2p._client.connect(peer, [maddr.decapsulate(Multiaddr(f"/p2p/{peer}"))])
+
+
+async def _dialable(node: DHTNode, connected: Sequence[PeerID]) -> list[str]:
+    """Addresses, as they announce them, of peers here that take the DHT's calls."""
+    nodes = set(node.protocol.routing_table.uid_to_peer_id.values())
+    chosen = [peer for peer in connected if peer in nodes]
+    chosen = random.sample(chosen, min(ASKED_AT_ONCE, len(chosen)))
+    found = await asyncio.gather(*(_announced(node, peer) for peer in chosen), return_exceptions=True)
+    return [address for addresses in found if isinstance(addresses, list) for address in addresses]
+
+
+async def _announced(node: DHTNode, peer: PeerID) -> list[str]:
+    """What p2pd knows of a connected peer's addresses; hivemind's list_peers tells where its calls come from."""
+    reader, writer = await node.p2p._client.control.daemon_connector.open_connection()
+    try:
+        question = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=peer.to_bytes(), timeout=1)
+        await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=question))
+        response = p2pd_pb2.Response()
+        await asyncio.wait_for(read_pbmsg_safe(reader, response), ANSWER_WITHIN)
+    finally:
+        writer.close()
+    addresses = [str(Multiaddr(raw)) for raw in response.dht.peer.addrs[:16]]
+    local = is_local(await node.get_visible_maddrs())
+    usable = [a for a in addresses if len(a) < MAX_ADDRESS and (local or not is_loopback(a))]
+    return [f"{address}/p2p/{peer}" for address in sorted(usable, key=is_private)[:2]]
+
+
+def split_address(address: str) -> tuple[str, int | None, Multiaddr]:
+    """A multiaddr with a peer id -> host, TCP port (None: another transport), itself parsed."""
+    maddr = Multiaddr(address)
+    parts = address.split("/")
+    port = int(parts[4]) if len(parts) > 4 and parts[3] == "tcp" and parts[1] != "unix" else None
+    return parts[2], port, maddr
+
+
+def is_loopback(address: str) -> bool:
+    """Could only this machine dial it?"""
+    with suppress(ValueError, IndexError):
+        return ipaddress.ip_address(address.split("/")[2]).is_loopback
+    return False
+
+
+def is_private(address: str) -> bool:
+    """Is it an address of a home or an office network?"""
+    with suppress(ValueError, IndexError):
+        return ipaddress.ip_address(address.split("/")[2]).is_private
+    return False
+
+
+def is_local(own: Iterable[Multiaddr]) -> bool:
+    """Do we ourselves listen on this machine only? Then a swarm on this machine is what we are in."""
+    return all(is_loopback(str(maddr)) for maddr in own)

@@ -1,0 +1,217 @@
+"""A state's way from donor to joiner: parameters first, then statistics, in one stream.
+
+This is the part in the averager's process: who is asked, what is sent and what is put together of it. What it means is
+the training process's to say, in state.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing as mp
+import random
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
+
+import torch
+from hivemind.compression import deserialize_torch_tensor
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
+from hivemind.utils.asyncio import aiter_with_timeout
+from hivemind.utils.logging import get_logger
+from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
+
+from volunteer_kit.swarm.agreement import rank_donors
+from volunteer_kit.swarm.allreduce import size_of
+from volunteer_kit.swarm.averager import SwarmAverager
+
+logger = get_logger(__name__)
+MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
+MAX_METADATA_BYTES = 2**16
+# s that a donor waits to be hung up on: what it closes first is lost as far as it is not read (see averager.LINGER),
+# and a home link has megabytes still to read by then
+HANG_UP = 120.0
+
+
+class StateRefused(ValueError):
+    """A donor's state does not fit this run, or is not finite."""
+
+
+class StateTransfer(SwarmAverager):
+    """Declares, gives and fetches states. What is declared and given comes from the subclass."""
+
+    def __init__(self, *args, **kwargs):
+        self._arrived = mp.Value(ctypes.c_int64, 0)  # bytes of the download under way
+        super().__init__(*args, **kwargs)
+
+    @property
+    def told(self) -> list:
+        """[epoch, sketch of the parameters] that we declare."""
+        raise NotImplementedError
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Parameters, extra tensors, then statistics."""
+        raise NotImplementedError
+
+    @property
+    def num_parameters(self) -> int:
+        """How many of state_tensors() a joiner needs to begin: all but the statistics."""
+        raise NotImplementedError
+
+    def state_sizes(self) -> list[int]:
+        """Bytes of each of state_tensors(): the manifest that donor and joiner must agree in."""
+        return [tensor.numel() * tensor.element_size() for tensor in self.state_tensors()]
+
+    # --- a donor ---
+
+    async def _declare_for_download_periodically(self) -> None:
+        """Tell that we share our state. hivemind's declaration expires before its next one is stored, and whoever
+        looks in between finds no donor."""
+        was_shared = False
+        while True:
+            self._state_updated.clear()
+            shared = self.allow_state_sharing
+            if shared or was_shared:
+                asyncio.create_task(self._declare(self.told if shared else None))
+            was_shared = shared
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period)
+
+    async def _declare(self, told: list | None) -> None:
+        with suppress(Exception):  # the next one follows soon
+            stored = self.dht.store(
+                f"{self.prefix}.all_averagers",
+                subkey=self.peer_id.to_bytes(),
+                value=told,
+                expiration_time=get_dht_time() + 2 * self.declare_state_period,
+                return_future=True,
+            )
+            await asyncio.wait_for(stored, self.declare_state_period)
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        self.doorkeeper.check(context.remote_id, "download_state")
+        if not self.allow_state_sharing:
+            return
+        metadata, tensors, infos = await self._get_current_state_from_host_process()
+        if not tensors:
+            return
+        manifest = self.serializer.dumps({**self.serializer.loads(metadata), "sizes": self.state_sizes()})
+        for tensor, info in zip(tensors, infos, strict=True):
+            for part in split_for_streaming(self.state_compression.compress(tensor, info, allow_inplace=False)):
+                await self.traffic.send(len(part.buffer))
+                yield averaging_pb2.DownloadData(tensor_part=part, metadata=manifest)
+                manifest = b""
+        del tensors, tensor, part  # a copy of the whole state
+        await asyncio.sleep(HANG_UP)
+
+    # --- a joiner ---
+
+    async def _download_state(
+        self, parameters: MPFuture, statistics: MPFuture, refused: list[bytes], donors: list[bytes] | None
+    ) -> None:
+        """One attempt through the donors, best first. Sets `parameters` to (donor, metadata, tensors) as soon as they
+        are here, `statistics` to the rest of the tensors; None if nobody gives them. Ends when it is cancelled."""
+        try:
+            for donor in await self._choose_donors(donors):
+                if donor.to_bytes() in refused:
+                    continue
+                try:
+                    await self._download_from(donor, parameters, statistics)
+                    return
+                except Exception as e:
+                    logger.warning(f"Could not download the state from {donor}: {e!r}")
+                    if parameters.done():
+                        return
+        except Exception:
+            logger.exception("Could not look for donors")
+        finally:
+            for future in (parameters, statistics):
+                if not future.done():
+                    future.set_result(None)
+
+    async def _choose_donors(self, donors: list[bytes] | None) -> list[PeerID]:
+        if donors is not None:
+            return [PeerID(donor) for donor in random.sample(donors, len(donors))]
+        found = await self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
+        told = read_donors(found.value if found else {}, self.peer_id)
+        return rank_donors(told, random.sample(sorted(told), len(told)))
+
+    async def _download_from(self, donor: PeerID, parameters: MPFuture, statistics: MPFuture) -> None:
+        """Raises StateRefused, or whatever breaks the connection."""
+        self._arrived.value = 0
+        stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
+        stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
+        async with aclosing(stream):
+            received = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
+            state = IncomingState(self.state_sizes())
+            async for message in self.traffic.received(received, size_of):
+                if statistics.cancelled():
+                    return
+                if state.metadata is None:
+                    state.metadata = self._read_manifest(message.metadata, state.sizes)
+                state.add(message)
+                self._arrived.value = state.bytes
+                if len(state) >= self.num_parameters and not parameters.done():
+                    parameters.set_result((donor.to_bytes(), state.metadata, state.take()))
+                if len(state) == len(state.sizes):
+                    statistics.set_result(state.take())
+                    return
+        raise StateRefused("it broke off" if state.metadata else "it shares no state")
+
+    def _read_manifest(self, metadata: bytes, sizes: Sequence[int]) -> dict:
+        if len(metadata) > MAX_METADATA_BYTES:
+            raise StateRefused(f"{len(metadata)} bytes about itself")
+        said = self.serializer.loads(metadata) if metadata else None
+        theirs = said.pop("sizes", None) if isinstance(said, dict) else None
+        if not isinstance(theirs, list) or theirs != list(sizes):
+            raise StateRefused("another model's or optimizer's state")
+        return said
+
+
+class IncomingState:
+    """Tensors put together from a donor's messages, one after another, no larger than they may be.
+
+    :param sizes: bytes of each
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes, self.metadata, self.bytes = list(sizes), None, 0
+        self._tensors: list[torch.Tensor] = []
+        self._taken = 0
+        self._parts: list = []
+        self._size = 0  # bytes of the parts
+
+    def __len__(self) -> int:
+        """Tensors complete, those taken included."""
+        return self._taken + len(self._tensors)
+
+    def add(self, message: averaging_pb2.DownloadData) -> None:
+        """Raises StateRefused for more bytes than the next tensor has."""
+        self._parts.append(message.tensor_part)
+        self._size += size_of(message)
+        self.bytes += size_of(message)
+        if self._size > 2 * self.sizes[len(self)] + 2**10 or len(self._parts) > self._size // 2**10 + 2:
+            raise StateRefused("more than the whole state has")
+        if len(self._parts) >= self._parts[0].chunks:
+            self._tensors.append(deserialize_torch_tensor(combine_from_streaming(self._parts)))
+            self._parts, self._size = [], 0
+
+    def take(self) -> list[torch.Tensor]:
+        """The tensors that are complete and not taken yet."""
+        tensors, self._tensors = self._tensors, []
+        self._taken += len(tensors)
+        return tensors
+
+
+def read_donors(records: Any, own_id: PeerID) -> dict[PeerID, Any]:
+    """The DHT's list of donors, ours left out -> what each says that it holds, unread."""
+    return {
+        PeerID(key): info.value
+        for key, info in (records.items() if isinstance(records, dict) else ())
+        if isinstance(key, bytes) and 0 < len(key) <= MAX_PEER_ID_BYTES and key != own_id.to_bytes()
+        if isinstance(info, ValueWithExpiration) and info.value is not None
+    }
