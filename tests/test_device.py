@@ -19,11 +19,26 @@ from volunteer_kit.device import (
     Workload,
     detect_device,
     has_kernels,
+    memory_meter,
     plan_device,
+    tuner_for,
     usable_cores,
     usable_memory,
 )
-from volunteer_kit.model.dalle import Dalle, DalleConfig
+from volunteer_kit.device.memory import CudaMemory, HostMemory
+from volunteer_kit.device.table import TPUS, row_for
+from volunteer_kit.device.tpu import find_tpu
+from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
+
+
+@pytest.fixture(autouse=True)
+def no_tpu(monkeypatch):
+    """None on this machine, whatever it is."""
+    for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "COLAB_TPU_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+ROOT = Path(device_module.__file__).parents[2]
 
 
 def gpu(name: str, capability: tuple[int, int], memory_gb: float = 16.0, cores: int = 4) -> Device:
@@ -33,6 +48,8 @@ def gpu(name: str, capability: tuple[int, int], memory_gb: float = 16.0, cores: 
 def cpu(cores: int, ram_gb: float = 12.0) -> Device:
     return Device("cpu", f"CPU ({cores} cores)", ram_gb, ram_gb, None, 1, cores, ram_gb)
 
+
+APPLE = Device("mps", "Apple GPU (Metal)", 10.0, 5.0, None, 1, 8, 8.0)
 
 # name as CUDA gives it, capability, precision, a word of the reason
 CARDS = [
@@ -67,9 +84,14 @@ def test_precision_by_card(name, capability, precision, why):
         assert plan.batch_size >= 1 and not plan.warning and plan.threads == 4
 
 
+def tpu(name: str, cores: int, memory_gb: float) -> Device:
+    return Device("tpu", f"TPU {name}", memory_gb, memory_gb, None, cores, 96, 300.0)
+
+
 def test_every_row_of_the_table_is_reached():
-    reached = {next(i for i, row in enumerate(TABLE) if device_module._fits(row, gpu(*card[:2]))) for card in CARDS}
-    reached |= {len(TABLE) - 2, len(TABLE) - 1}  # mps and cpu, below
+    others = [tpu(f"{generation}-8", 8, 16.0) for generation in TPUS] + [APPLE, cpu(2)]
+    devices = [gpu(*card[:2]) for card in CARDS] + others
+    reached = {TABLE.index(row_for(device.kind, device.name, device.capability)) for device in devices}
     assert reached == set(range(len(TABLE)))
 
 
@@ -91,8 +113,7 @@ def test_batch_of_the_original_model(device, batch):
 def test_a_small_model_gets_a_useful_batch_everywhere():
     assert plan_device(cpu(2)).batch_size == 16 == plan_device(cpu(1), DEMO).batch_size
     assert plan_device(gpu("Tesla T4", (7, 5))).batch_size == 64
-    apple = Device("mps", "Apple GPU (Metal)", 10.0, 5.0, None, 1, 8, 8.0)
-    assert (plan_device(apple).precision, plan_device(apple).batch_size) == ("fp32", 32)
+    assert (plan_device(APPLE).precision, plan_device(APPLE).batch_size) == ("fp32", 32)
 
 
 DEEP = Workload(parameters=300_000_000, tokens=1280, dim=1024, depth=24, logits=16_000_000)
@@ -115,6 +136,60 @@ def test_peers_on_one_machine_share_it():
     assert (alone.threads, shared.threads, plan_device(cpu(2), peers_on_machine=3).threads) == (8, 2, 1)
     small = plan_device(gpu("NVIDIA A100-SXM4-40GB", (8, 0), 42.0), ORIGINAL, peers_on_machine=4)
     assert small.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "batch"), [(None, 64), (4096, 64), (256, 32), (64, 8), (8, 1), (1, 1)], ids=lambda value: str(value)
+)
+def test_a_microbatch_is_a_small_part_of_the_swarms_batch(target, batch):
+    plan = plan_device(gpu("Tesla T4", (7, 5)), target_batch_size=target)
+    assert plan.batch_size == batch and (f"the swarm's {target}" in plan.why) == (batch < 64)
+
+
+def two(name: str, capability: tuple[int, int], free: tuple[float, ...]) -> Device:
+    return Device("cuda", name, 16, max(free), capability, len(free), 4, 28.0, (), tuple(range(len(free))), free)
+
+
+def test_kaggles_two_cards_share_a_microbatch():
+    one, both = (plan_device(two("Tesla T4", (7, 5), (15.0,) * n), ORIGINAL) for n in (1, 2))
+    assert (one.devices, one.count) == (("cuda:0",), 1)
+    assert (both.devices, both.count, both.precision) == (("cuda:0", "cuda:1"), 2, "fp16")
+    assert both.batch_size == 2 * one.batch_size and "2 of 2 equal cards" in both.why
+
+
+def test_a_card_that_somebody_uses_is_left_to_him():
+    plan = plan_device(two("NVIDIA L4", (8, 9), (3.0, 21.0, 22.0)))
+    assert plan.devices == ("cuda:1", "cuda:2") and "2 of 3 equal cards, the others are in use" in plan.why
+    plan = plan_device(two("NVIDIA L4", (8, 9), (3.0, 21.0, 22.0)), peers_on_machine=2)
+    assert plan.devices == ("cuda:2",), "several volunteers do not share several cards"
+
+
+def test_the_plans_devices_are_the_cards_that_work():
+    """A P100 without kernels is number 0, and the T4 number 1."""
+    plan = plan_device(Device("cuda", "Tesla T4", 16, 15, (7, 5), 1, 4, 12.0, ("a P100",), (1,), (15.0,)))
+    assert plan.devices == ("cuda:1",)
+
+
+def test_a_small_swarm_does_not_need_all_cards():
+    plan = plan_device(two("Tesla T4", (7, 5), (15.0, 15.0)), target_batch_size=8)
+    assert (plan.batch_size, plan.count, plan.devices) == (1, 1, ("cuda:0",))
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "memory_gb"), [("v2-8", 8, 8.0), ("v3-8", 8, 16.0), ("v5e-1", 1, 16.0), ("v6e-1", 1, 32.0)]
+)
+def test_plans_of_tpus(name, cores, memory_gb):
+    for workload, least in ((None, 32 * cores), (ORIGINAL, cores)):
+        plan = plan_device(tpu(name, cores, memory_gb), workload)
+        assert (plan.precision, plan.devices, plan.count) == ("bf16", ("xla",), cores)
+        assert plan.batch_size >= least and plan.batch_size % cores == 0
+        assert not plan.warning and name in plan.why and "matrix units" in plan.why
+
+
+def test_the_demos_workload_is_that_of_its_model():
+    config = PRESETS["tiny"]
+    assert DEMO.parameters == Dalle(config).num_parameters()
+    assert (DEMO.dim, DEMO.depth, DEMO.tokens) == (config.dim, config.depth, config.text_seq_len + config.image_seq_len)
 
 
 def test_the_memory_estimate_is_near_what_autograd_keeps():
@@ -195,7 +270,17 @@ def test_a_card_without_kernels_is_named_and_passed_over(monkeypatch):
 
 def test_two_equal_cards_are_counted(monkeypatch):
     stand_in_cuda(monkeypatch, [("Tesla T4", (7, 5), 14.5)] * 2, KAGGLE)
-    assert detect_device().count == 2 and detect_device(prefer="cpu").kind == "cpu"
+    device = detect_device()
+    assert (device.count, device.indices, device.free_each_gb) == (2, (0, 1), (14.5, 14.5))
+    assert detect_device(prefer="cpu").kind == "cpu" and plan_device(device).count == 2
+
+
+def test_cards_of_another_kind_do_not_count(monkeypatch):
+    cards = [("Tesla T4", (7, 5), 3.0), ("NVIDIA L4", (8, 9), 22.0), ("Tesla T4", (7, 5), 14.5)]
+    stand_in_cuda(monkeypatch, cards, KAGGLE)
+    device = detect_device()
+    assert (device.name, device.indices, device.free_gb) == ("Tesla T4", (0, 2), 14.5)
+    assert plan_device(device).devices == ("cuda:2",)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA works here")
@@ -204,6 +289,80 @@ def test_a_driver_without_cuda_in_torch_is_told(tmp_path):
     (tmp_path / "dev/nvidia0").touch()
     (problem,) = detect_device(root=tmp_path).problems
     assert "nvidia-smi" in problem
+
+
+# TPUs ----------------------------------------------------------------------------------------------------------
+
+
+def pci(root: Path, *devices: tuple[str, str]) -> Path:
+    for number, (vendor, device) in enumerate(devices):
+        folder = f"sys/bus/pci/devices/0000:00:0{number}.0"
+        write(root, {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device}\n"})
+    return root
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "name", "cores", "memory_gb"),
+    [
+        ({"TPU_ACCELERATOR_TYPE": "v2-8"}, [], "TPU v2-8", 8, 8),
+        ({"TPU_ACCELERATOR_TYPE": "v3-8", "PJRT_DEVICE": "TPU"}, [], "TPU v3-8", 8, 16),
+        ({"TPU_ACCELERATOR_TYPE": "v5litepod-1"}, [], "TPU v5e-1", 1, 16),
+        ({"TPU_ACCELERATOR_TYPE": "v5e-8"}, [], "TPU v5e-8", 8, 16),
+        ({"TPU_ACCELERATOR_TYPE": "v6e-1"}, [], "TPU v6e-1", 1, 32),
+        ({"TPU_ACCELERATOR_TYPE": "v3-32"}, [], "TPU v3-32", 8, 16),  # a slice of four machines
+        ({"TPU_ACCELERATOR_TYPE": "v4-8"}, [], "TPU v4-8", 4, 32),
+        ({}, [("0x1ae0", "0x0063")], "TPU v5e-1", 1, 16),
+        ({}, [("0x1ae0", "0x006f"), ("0x8086", "0x1237")], "TPU v6e-1", 1, 32),
+        ({"PJRT_DEVICE": "TPU"}, [("0x1ae0", "0x0027")] * 4, "TPU v3-8", 8, 16),
+    ],
+)
+def test_which_tpu_is_here(tmp_path, monkeypatch, environment, devices, name, cores, memory_gb):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    device = detect_device(root=pci(tmp_path, *devices))
+    assert (device.kind, device.name, device.count, device.memory_gb) == ("tpu", name, cores, memory_gb)
+    assert detect_device(prefer="cpu", root=tmp_path).kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, []),
+        ({"PJRT_DEVICE": "CPU", "TPU_ACCELERATOR_TYPE": "v3-8"}, []),  # somebody does not want it
+        ({"PJRT_DEVICE": "CUDA"}, [("0x1ae0", "0x0063")]),
+        ({}, [("0x1ae0", "0x0042")]),  # Google's network card
+        ({}, [("0x10de", "0x0063")]),  # NVIDIA's
+    ],
+)
+def test_where_no_tpu_is_meant(tmp_path, environment, devices):
+    (tmp_path / "dev/vfio").mkdir(parents=True)  # any device that is passed through
+    assert find_tpu(pci(tmp_path, *devices), environment) == (None, [])
+
+
+def test_a_tpu_without_torch_xla_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-1")
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    device = detect_device(root=tmp_path)
+    (problem,) = device.problems
+    assert device.kind == "cpu" and "TPU v5e-1" in problem and "volunteer-kit[tpu]" in problem and "  1. " in problem
+
+
+@pytest.mark.parametrize("told", ["v9-8", "", "v3", "../../etc"])
+def test_a_tpu_of_an_unknown_kind_is_told(tmp_path, told):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/accel0").touch()
+    found, (problem,) = find_tpu(tmp_path, {"TPU_ACCELERATOR_TYPE": told})
+    assert found is None and "TPU_ACCELERATOR_TYPE" in problem and "  1. " in problem
+
+
+def test_looking_for_a_tpu_does_not_import_torch_xla():
+    code = (
+        "import sys; from volunteer_kit.device import detect_device, plan_device; assert 'torch' not in sys.modules;"
+        "plan_device(detect_device()); assert 'torch_xla' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TPU_ACCELERATOR_TYPE": "v3-8"}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
 
 
 # this machine and others ---------------------------------------------------------------------------------------
@@ -316,8 +475,58 @@ def test_memory_where_there_is_no_proc(tmp_path):
 
 
 def test_the_command_prints_detection_and_plan():
-    environment = {**os.environ, "PYTHONPATH": str(Path(device_module.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "volunteer_kit.device"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
-    for words in ("Device ", "usable CPU cores", "Plan for the demo's model: batch", "125.9 M", "because: "):
+    for words in ("Device ", "usable CPU cores", "Plan for the demo's model: batch", "125.9 M", "because "):
         assert words in done.stdout
+    assert "RuntimeWarning" not in done.stderr
+
+
+# memory --------------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_this_process_is_seen_and_forgotten():
+    memory, size = HostMemory(), 200_000_000
+    memory.begin()
+    before = memory.peak_bytes()
+    assert before < memory.limit_bytes() < before + usable_memory()[0]
+    block = torch.ones(size // 4)
+    del block
+    assert memory.peak_bytes() - before == pytest.approx(size, rel=0.1)
+    memory.begin()
+    assert memory.peak_bytes() - before < 0.5 * size
+
+
+def test_of_the_free_ram_a_part_stays_free(tmp_path):
+    write(tmp_path, {"status": "VmHWM:\t   3000 kB\nVmRSS:\t   2000 kB\n"})
+    memory = HostMemory(tmp_path, usable=lambda: (10**9, 10**8))
+    assert (memory.peak_bytes(), memory.limit_bytes()) == (3_072_000, 2_048_000 + 0.8 * 10**8)
+
+
+def test_the_fullest_card_counts(monkeypatch):
+    reserved, free, story = [3e9, 5e9], [9e9, 2e9], []
+    answers = {
+        "empty_cache": lambda: story.append("empty"),
+        "reset_peak_memory_stats": story.append,
+        "max_memory_reserved": lambda index: reserved[index],
+        "memory_reserved": lambda index: reserved[index],
+        "mem_get_info": lambda index: (free[index], 16e9),
+        "get_per_process_memory_fraction": lambda index: 0.5,
+        "is_initialized": lambda: True,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    memory = memory_meter(("cuda:0", "cuda:1"))
+    memory.begin()
+    assert isinstance(memory, CudaMemory) and story == ["empty", 0, 1]
+    assert (memory.peak_bytes(), memory.limit_bytes()) == (5e9, 7e9)
+    assert memory_meter(("xla",)) is None and isinstance(memory_meter(("cpu",)), HostMemory)
+    assert CudaMemory([0]).limit_bytes() == 8e9, "a share that somebody has set is a limit as well"
+
+
+def test_a_tuner_for_this_machine_starts_at_the_plan(tmp_path):
+    device = detect_device(prefer="cpu")
+    plan = plan_device(device, DEMO, target_batch_size=256)
+    tuner = tuner_for(device, plan, DEMO, memory_meter(plan.devices), target_batch_size=256, folder=tmp_path)
+    assert tuner.next() == (16, False) and not tuner.settled

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from volunteer_kit.checkpoint import latest_checkpoint
+from volunteer_kit.device import Setting, Tuner, search
 from volunteer_kit.swarm.optimizer import StepReport
 from volunteer_kit.training.callbacks import KeepGoodState, SaveCheckpoints
 from volunteer_kit.training.protocol import EVENTS, FinishAt, Leave, WorkerSpec, dump_event, parse_command, parse_event
+from volunteer_kit.training.replicas import Replicas
 from volunteer_kit.training.trainer import Callback, EpochMean, LossScale, Trainer
+from volunteer_kit.training.tuning import Chosen, Halving, Tuning, is_out_of_memory
 
 # --- loss scale ---
 
@@ -294,7 +299,8 @@ def test_a_single_sample_that_does_not_fit_is_told():
 
 
 def test_activations_are_recomputed_before_a_sample_is_given_up():
-    trainer, optimizer = make_trainer(lambda model, batch: fits(model, batch), batch_size=4, target=2)
+    tuning = Tuning(Halving(4, checkpointing=False))
+    trainer, optimizer = make_trainer(lambda model, batch: fits(model, batch), tuning=tuning, target=2)
     trainer.model.checkpointing = False
 
     def fits(model, batch):
@@ -305,6 +311,192 @@ def test_activations_are_recomputed_before_a_sample_is_given_up():
     trainer.train(until(trainer, 1))
     assert trainer.model.checkpointing and trainer.batch_size == 1 and trainer.microbatches_lost == 3
     assert [word[1] for word in optimizer.story if word[0] == "step"] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8.02 GB, max allowed: 9.07 GB)"), True),
+        (RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Error allocating device buffer"), True),
+        (RuntimeError("XLA:TPU compile permanent error. Ran out of memory in memory space hbm."), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 4x2)"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (OSError("out of memory"), False),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_which_errors_mean_that_memory_ran_out(error, expected):
+    assert is_out_of_memory(error) is expected
+    seen = []
+
+    def compute_loss(model, batch):
+        seen.append(len(batch.text))
+        if len(seen) == 1:
+            raise error
+        return squared_error(model, batch)
+
+    trainer, _ = make_trainer(compute_loss)
+    if expected:
+        trainer.train(until(trainer, 1))
+        assert seen[:2] == [8, 4] and trainer.microbatches_lost == 1
+    else:
+        with pytest.raises(type(error)):
+            trainer.train(until(trainer, 1))
+        assert seen == [8]
+
+
+def test_what_did_not_fit_is_let_go_before_the_next_microbatch():
+    held = []
+
+    def compute_loss(model, batch):
+        assert all(one() is None for one in held), "activations of the microbatch that failed"
+        activations = model(batch.text)
+        if not held:
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return (activations - batch.y).pow(2).mean()
+
+    trainer, _ = make_trainer(compute_loss)
+    trainer.train(until(trainer, 1))
+    assert len(held) == 1
+
+
+# --- elsewhere than on the model's device ---
+
+
+def test_gradients_may_be_computed_elsewhere():
+    calls = []
+
+    def compute_gradients(model, batch, scale=1.0):
+        calls.append((len(batch.text), scale, model.weight.grad))
+        loss = squared_error(model, batch)
+        (loss * scale).backward()
+        return loss.detach()
+
+    def no_loss_here(model, batch):
+        raise AssertionError("compute_gradients does that")
+
+    alone, _ = make_trainer()
+    elsewhere, optimizer = make_trainer(no_loss_here, compute_gradients=compute_gradients)
+    for trainer in (alone, elsewhere):
+        trainer.train(until(trainer, 3))
+    assert torch.equal(alone.model.weight, elsewhere.model.weight)
+    assert calls == [(8, 1.0, None)] * 6 and optimizer.story[1] == ("step", 8, 1.0)
+
+
+def test_several_devices_train_as_one_does():
+    class Part(NamedTuple):
+        text: torch.Tensor
+        y: torch.Tensor
+        names: range
+
+    with contextlib.closing(Replicas(("cpu", "cpu"), squared_error, "fp32")) as replicas:
+        weights = []
+        for options in ({}, {"compute_gradients": replicas}):
+            trainer, _ = make_trainer(batch_size=7, **options)
+            stream = make_stream()
+            trainer.next_batch = lambda size, stream=stream: Part(*vars(stream(size)).values(), range(size))
+            trainer.train(until(trainer, 5))
+            weights.append(trainer.model.weight)
+    assert torch.allclose(*weights, atol=1e-6)
+
+
+# --- settings that are found while it trains ---
+
+
+class Script:
+    """A tuner that wants one setting after the other, each for two microbatches, and the last for good."""
+
+    why = "as the script says"
+
+    def __init__(self, *settings: tuple[int, bool]):
+        self.left = [setting for setting in settings[:-1] for _ in range(2)] + [settings[-1]]
+        self.told: list[tuple] = []
+
+    @property
+    def settled(self) -> bool:
+        return len(self.left) == 1
+
+    def next(self):
+        return Chosen(*self.left[0])
+
+    def measured(self, setting, samples, seconds, peak_bytes, limit_bytes, idle_bytes):
+        self.told.append((*setting, samples, peak_bytes, limit_bytes, idle_bytes))
+        self.left.pop(0)
+
+    def out_of_memory(self, setting):
+        self.told.append((*setting, "out of memory"))
+        self.left = [(setting.batch_size - 1, setting.checkpointing)]
+
+
+class Counter:
+    """Memory of which one more byte is taken each time that somebody looks."""
+
+    def __init__(self):
+        self.begun = self.looks = 0
+
+    def begin(self):
+        self.begun += 1
+
+    def peak_bytes(self):
+        self.looks += 1
+        return self.looks
+
+    def limit_bytes(self):
+        return 1000
+
+
+def test_each_microbatch_is_as_the_tuner_wants_it_and_it_is_told_how_that_went():
+    told, tuner, memory = [], Script((2, False), (3, True), (5, False)), Counter()
+    tuning = Tuning(tuner, memory, on_plan=lambda setting, why: told.append((*setting, why)))
+    seen = []
+
+    def compute_loss(model, batch):
+        seen.append((len(batch.text), model.checkpointing))
+        return squared_error(model, batch)
+
+    trainer, _ = make_trainer(compute_loss, tuning=tuning, target=20)
+    trainer.model.checkpointing = False
+    trainer.train(until(trainer, 1))
+    assert seen == [(2, False)] * 2 + [(3, True)] * 2 + [(5, False)] * 2
+    assert [entry[:3] for entry in tuner.told] == [(2, False, 2)] * 2 + [(3, True, 3)] * 2, "it has settled: no more"
+    assert [entry[3:] for entry in tuner.told] == [(2, 1000, 1), (3, 1000, 1), (5, 1000, 4), (6, 1000, 4)]
+    assert memory.begun == 2 and told == [(5, False, "as the script says")]
+
+
+def test_the_kits_tuner_in_the_loop_loses_one_microbatch_at_most(monkeypatch):
+    for name in ("BLOCK", "DUEL", "FINAL"):
+        monkeypatch.setattr(search, name, 0.05)  # s; how good the choice is, test_tuner.py looks at
+    told = []
+    tuner = Tuner(Setting(8), largest=512, estimate=lambda setting: setting.batch_size, limit_bytes=1e9)
+    tuning = Tuning(tuner, Counter(), on_plan=lambda *plan: told.append(plan))
+    trainer, optimizer = make_trainer(hungry(100), tuning=tuning, target=10**9)
+    trainer.model.checkpointing = False
+    trainer.train(lambda: tuner.settled)
+    assert trainer.microbatches_lost == tuner.ooms <= 1 and trainer.batch_size <= 100
+    assert told == [(trainer.tuning.setting, tuner.why)]
+    assert {word[1] for word in optimizer.story if word[0] == "step"} > {8, 16}
+
+
+def test_steps_with_averaging_in_them_are_not_measured():
+    tuner = Script((4, False), (4, True), (4, False))
+    trainer, _ = make_trainer(tuning=Tuning(tuner, Counter()), target=8)  # every second microbatch ends an epoch
+    trainer.train(until(trainer, 2))
+    assert len(tuner.told) == 2
+
+
+def test_hours_later_memory_runs_out_and_the_plan_changes():
+    told, tuner = [], Script((8, False))
+    tuning = Tuning(tuner, Counter(), on_plan=lambda setting, why: told.append(setting))
+    trainer, optimizer = make_trainer(hungry(6), tuning=tuning, target=6)
+    trainer.train(until(trainer, 1))
+    assert tuner.told == [(8, False, "out of memory"), (7, False, "out of memory")]
+    assert [word[1] for word in optimizer.story if word[0] == "step"] == [6] and trainer.batch_size == 6
+    assert told == [(8, False), (7, False), (6, False)]
 
 
 # --- not finite ---

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
+from volunteer_kit.training.tuning import Halving, Tuning, is_out_of_memory
 
 
 class Batch(Protocol):
@@ -22,6 +23,19 @@ class Batch(Protocol):
 
     text: torch.Tensor
     names: Sequence[Hashable]
+
+
+class ComputeGradients(Protocol):
+    """Forward, loss and backward of a microbatch somewhere else than on the model's own device.
+
+    Sets `.grad` of the model's parameters to the gradient of the microbatch's mean loss times `scale` (what was there
+    is None). Parameters that have changed since the last call, at any time and by anybody, are for it to notice
+    (replicas.parameter_version); so is `model.checkpointing`. An out-of-memory error leaves nothing behind.
+
+    :returns: the mean loss, a scalar, not scaled; it is read after the optimizer's step
+    """
+
+    def __call__(self, model: torch.nn.Module, batch: Any, scale: float = 1.0) -> torch.Tensor: ...
 
 
 @dataclass
@@ -75,9 +89,11 @@ class Trainer:
 
     :param next_batch: microbatch size -> batch (on the CPU)
     :param compute_loss: (model, batch) -> scalar mean loss over the batch; moves the batch to the model's device
-    :param batch_size: samples a microbatch; halved for good when memory runs out. If one is still too many, the
-        model's `checkpointing` is turned on, if it has that choice
+    :param batch_size: samples a microbatch, to start with; halved for good when memory runs out. If one is still too
+        many, the model's `checkpointing` is turned on, if it has that choice
     :param precision: "fp32", "bf16" or "fp16" (with loss scaling), the plan's
+    :param compute_gradients: in place of compute_loss and backward: several GPUs (replicas.py), TPU cores (tpu.py)
+    :param tuning: finds the batch size and checkpointing while it trains; None: `batch_size`, as above
     """
 
     def __init__(
@@ -90,10 +106,13 @@ class Trainer:
         batch_size: int,
         precision: str = "fp32",
         callbacks: Sequence[Callback] = (),
+        compute_gradients: ComputeGradients | None = None,
+        tuning: Tuning | None = None,
     ):
         self.model, self.optimizer = model, optimizer
-        self.next_batch, self.compute_loss = next_batch, compute_loss
-        self.batch_size, self.precision, self.callbacks = batch_size, precision, tuple(callbacks)
+        self.next_batch, self.compute_loss, self.compute_gradients = next_batch, compute_loss, compute_gradients
+        self.precision, self.callbacks = precision, tuple(callbacks)
+        self.tuning = tuning or Tuning(Halving(batch_size, getattr(model, "checkpointing", True)))
         self.loss_scale = LossScale(value=2.0**15, dynamic=True) if precision == "fp16" else LossScale()
         self.epoch_loss = EpochMean()
         self.samples_per_second = 0.0
@@ -103,24 +122,36 @@ class Trainer:
     def epoch(self) -> int:
         return self.optimizer.local_epoch
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next microbatch."""
+        return self.tuning.setting.batch_size
+
     def train(self, should_stop: Callable[[], bool]) -> None:
         """Train until `should_stop()`, asked between microbatches. Raises whatever the stream raises."""
         for batch in self._batches(should_stop):
             started, samples = time.perf_counter(), batch.text.shape[0]
             self.optimizer.zero_grad()
             try:
-                with self._autocast():
-                    loss = self.compute_loss(self.model, batch)
-                (loss * self.loss_scale.value).backward()
-            except torch.OutOfMemoryError:
-                self._shrink()
+                if self.compute_gradients is None:
+                    with self._autocast():
+                        loss = self.compute_loss(self.model, batch)
+                    (loss * self.loss_scale.value).backward()
+                else:
+                    loss = self.compute_gradients(self.model, batch, self.loss_scale.value)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                loss = None  # and, outside of this block, the error's traceback no longer holds the activations
+            if loss is None:
+                self._drop_microbatch()
                 continue
             taken = self.optimizer.step(batch_size=samples, grad_scale=self.loss_scale.value, names=batch.names)
             self._after_step(loss.item(), samples, taken, time.perf_counter() - started)
 
     def _batches(self, should_stop: Callable[[], bool]) -> Iterator[Any]:
         while not should_stop():
-            yield self.next_batch(self.batch_size)
+            yield self.next_batch(self.tuning.prepare(self.model).batch_size)
 
     def _autocast(self):
         if self.precision == "fp32":
@@ -138,6 +169,7 @@ class Trainer:
             self.microbatches_lost += 1
         reports = self.optimizer.reports
         if not reports:  # steps with averaging in them say nothing about this device
+            self.tuning.measured(samples, seconds)
             speed = samples / seconds
             self.samples_per_second = 0.9 * self.samples_per_second + 0.1 * speed if self.samples_per_second else speed
         while reports:
@@ -145,15 +177,8 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_epoch(self, report, mean_loss)
 
-    def _shrink(self) -> None:
-        """Out of memory: drop this microbatch, go on with half. What was accumulated before stays, at its weight."""
+    def _drop_microbatch(self) -> None:
+        """Out of memory: this microbatch is lost, the next is smaller. What was accumulated before keeps its weight."""
         self.microbatches_lost += 1
         self.optimizer.zero_grad()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if self.batch_size > 1:
-            self.batch_size //= 2
-        elif getattr(self.model, "checkpointing", True):
-            raise torch.OutOfMemoryError("a single sample does not fit into this device's memory")
-        else:
-            self.model.checkpointing = True
+        self.tuning.out_of_memory()

@@ -1,0 +1,68 @@
+"""The best setting of a device and a model, kept in a small file for the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from volunteer_kit.device.detect import Device
+from volunteer_kit.device.plan import DevicePlan
+from volunteer_kit.device.tuner import Setting
+from volunteer_kit.device.workload import Workload
+
+LARGEST_FILE = 10_000  # bytes
+FRESH = 14 * 86400  # s; what was measured on a busy day, or shrunk on a full one, is not for ever
+
+
+def key_of(device: Device, plan: DevicePlan, workload: Workload, largest: int) -> dict[str, Any]:
+    """All on which the best setting depends."""
+    import torch
+
+    return {
+        "device": device.name,
+        "memory_gb": round(device.memory_gb),
+        "count": plan.count,
+        "threads": plan.threads,
+        "torch": torch.__version__,
+        "model": asdict(workload),
+        "precision": plan.precision,
+        "largest": largest,
+    }
+
+
+class Remembered:
+    """One JSON file a key, in `folder`. A file that is damaged, old, or of another key counts as none."""
+
+    def __init__(self, folder: str | Path, key: dict[str, Any]):
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        self._path, self._key = Path(folder) / f"tuned-{digest}.json", json.loads(json.dumps(key))
+
+    def load(self) -> tuple[Setting, float] | None:
+        """(the setting, bytes at its peak)"""
+        try:
+            if time.time() - self._path.stat().st_mtime > FRESH:
+                return None
+            with self._path.open("rb") as file:
+                found = json.loads(file.read(LARGEST_FILE))
+            batch, checkpointing, peak = found["batch_size"], found["checkpointing"], found["peak_bytes"]
+            sound = type(batch) is int and batch >= 1 and type(checkpointing) is bool and math.isfinite(peak)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return (Setting(batch, checkpointing), float(peak)) if sound and found.get("key") == self._key else None
+
+    def save(self, setting: Setting, peak_bytes: float, samples_per_second: float) -> None:
+        """Write the whole file or nothing; a folder that cannot be written to is no reason to stop."""
+        kept = {"key": self._key, **setting._asdict(), "peak_bytes": peak_bytes}
+        kept["samples_per_second"] = round(samples_per_second, 3)
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self._path.with_suffix(f".{os.getpid()}")
+            beside.write_text(json.dumps(kept, indent=1))
+            beside.replace(self._path)
