@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from volunteer_kit.model import upstream
-from volunteer_kit.model.layers import layers_of, run_cached, run_layers
+from volunteer_kit.model.layers import layer_norm, layers_of, run_cached, run_layers
 from volunteer_kit.model.layout import Layout
 from volunteer_kit.model.matmul import Words, token_losses
 from volunteer_kit.model.sampling import guide, sample
@@ -120,6 +120,11 @@ class DalleLoss(NamedTuple):
     image_loss: Tensor  # nats a code
 
 
+def shapes_are_fixed(x: Tensor) -> bool:
+    """Whether x is on a device whose programs are compiled for one shape: a TPU."""
+    return x.device.type == "xla"
+
+
 class _TiedEmbedding(nn.Module):
     """The output layer under the names that it has as an input embedding in dalle-pytorch."""
 
@@ -170,7 +175,7 @@ class Dalle(nn.Module):
         text, lengths, layout = self._laid_out(text)
         x = self._embed(text, codes[:, :-1])  # (B, L, D), L = 1 + text + N - 1
         x = run_layers(self.layers, x, layout, reversible=self.config.reversible, recompute=self.checkpointing)
-        x = self.to_logits[0](x)
+        x = layer_norm(x, self.to_logits[0])
         linear = self.to_logits[1]
         said = self._text_words(x, text, lengths), self._image_words(x, codes, lengths, layout)
         text_loss, image_loss = token_losses(linear.weight, linear.bias, *said)
@@ -246,8 +251,10 @@ class Dalle(nn.Module):
         if config.padding == "masked":
             is_word = text != 0
             lengths = (is_word * torch.arange(1, text.shape[1] + 1, device=text.device)).amax(1)  # (B,)
-            text, is_word = (t[:, : int(lengths.max())] for t in (text, is_word))
-            is_text = None if is_word.all() else F.pad(is_word, (1, 0), value=True)  # (B, 1 + T'), <bos> is seen
+            if not shapes_are_fixed(text):
+                text, is_word = (t[:, : int(lengths.max())] for t in (text, is_word))
+            if shapes_are_fixed(text) or not is_word.all():
+                is_text = F.pad(is_word, (1, 0), value=True)  # (B, 1 + T'), <bos> is seen
         text_len, angles = 1 + text.shape[1], None
         if transformer.pos_emb is not None:
             angles, start = transformer.pos_emb[0], 1 + config.text_seq_len  # codes keep their angles
@@ -262,11 +269,18 @@ class Dalle(nn.Module):
         share = spoken / (spoken.sum(1, keepdim=True).clamp(min=1) * len(text))  # (B, T')
         rows = x[:, : text.shape[1]]
         vocabulary = self.config.num_text_tokens if masked else self.num_text
+        if shapes_are_fixed(text):  # paddings take part, and count nothing
+            labels = text if masked else said
+            return Words(rows.flatten(0, 1), labels.flatten(), share.flatten(), 0, vocabulary)
         return Words(rows[spoken], said[spoken], share[spoken], 0, vocabulary)
 
     def _image_words(self, x: Tensor, codes: Tensor, lengths: Tensor, layout: Layout) -> Words:
         """What the last word (it predicts the first code) and all codes but the last should say."""
-        last_word = x[torch.arange(len(x), device=x.device), lengths][:, None]  # (B, 1, D)
+        if shapes_are_fixed(x):  # as a sum, which stays on the core that has the sample
+            is_last = lengths[:, None] == torch.arange(layout.text_len, device=x.device)  # (B, 1 + T)
+            last_word = (x[:, : layout.text_len] * is_last[..., None]).sum(1, keepdim=True)  # (B, 1, D)
+        else:
+            last_word = x[torch.arange(len(x), device=x.device), lengths][:, None]
         rows = torch.cat((last_word, x[:, layout.text_len :]), dim=1).flatten(0, 1)  # (B * N, D)
         share = torch.full((len(rows),), 1 / len(rows), device=x.device)
         return Words(rows, codes.flatten(), share, self.num_text, self.config.total_tokens)

@@ -55,6 +55,16 @@ class _ShiftTokens(Function):
         return d_x, None, None
 
 
+def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """norm(x), x (..., D)."""
+    if x.device.type != "xla":
+        return norm(x)
+    # torch_xla makes it a batch norm over (1, B * L, D), for which every core fetches all activations of all others
+    x = x.float()
+    x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
+
+
 def shift_tokens(x: Tensor, text_len: int, fmap: int) -> Tensor:
     """x (B, L, D), the first `text_len` of L text and <bos>, the others codes in reading order -> (B, L, D)."""
     return _ShiftTokens.apply(x, text_len, fmap)
@@ -104,7 +114,7 @@ class Layer:
         return _scaled(geglu_feed_forward, x, (w_in.weight, w_in.bias), w_out, self.feed_forward_scale.scale)
 
     def _prepared(self, x: Tensor, scale: nn.Module, layout: Layout, memory: dict[str, Any] | None, key: str) -> Tensor:
-        x = scale.fn.norm(x)
+        x = layer_norm(x, scale.fn.norm)
         if not self.shifts:
             return x
         return shift_tokens(x, layout.text_len, layout.fmap) if memory is None else shift_cached(x, layout, memory, key)
@@ -156,7 +166,7 @@ def run_layers(layers: Sequence[Layer], x: Tensor, layout: Layout, *, reversible
         return (x1 + x2) / 2
     for layer in layers:
         if recompute and torch.is_grad_enabled():
-            x = checkpoint(_add, layer, x, layout, use_reentrant=False, preserve_rng_state=False)
+            x = _add_recomputed(layer, x, layout)
         else:
             x = _add(layer, x, layout)
     return x
@@ -181,6 +191,14 @@ def run_cached(
 def _add(layer: Layer, x: Tensor, layout: Layout) -> Tensor:
     x = x + layer.attend(x, layout)
     return x + layer.feed(x, layout)
+
+
+def _add_recomputed(layer: Layer, x: Tensor, layout: Layout) -> Tensor:
+    if x.device.type == "xla":  # its compiler would find the same computation twice, and keep the first one's result
+        from torch_xla.utils.checkpoint import checkpoint as checkpoint_on_xla
+
+        return checkpoint_on_xla(_add, layer, x, layout, preserve_rng_state=False)
+    return checkpoint(_add, layer, x, layout, use_reentrant=False, preserve_rng_state=False)
 
 
 def _step(layer: Layer, x1: Tensor, x2: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -167,7 +167,8 @@ def _cross_entropy(
         return loss, torch.zeros_like(words.rows) if into else None
     d_rows = torch.empty_like(words.rows) if into else None
     most = words.share.max().clamp(min=torch.finfo(torch.float32).tiny)  # in fp16 shares would vanish: they come last
-    step = max(1, LOGITS_AT_ONCE // len(weight))
+    whole = words.rows.device.type == "xla"  # pieces of what lies on several cores would be computed one after another
+    step = len(words.rows) if whole else max(1, LOGITS_AT_ONCE // len(weight))
     for start in range(0, len(words.rows), step):
         piece = slice(start, start + step)
         rows, labels, share = words.rows[piece].to(weight.dtype), words.labels[piece, None], words.share[piece, None]
