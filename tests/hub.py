@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,20 @@ class Fault:
     cut_after: int | None  # bytes of a body, then the connection is reset
 
 
+@dataclass
+class Device:
+    """The login in the browser (RFC 8628): what a person does there, and what the Hub then gives."""
+
+    token: str = "hf_from_browser"
+    scope: str | None = "openid profile"
+    pending: int = 1  # polls until the person has answered
+    answer: str = "granted"  # or an OAuth error: access_denied, expired_token
+    interval: float = 0.05  # s; the Hub says 5
+    expires_in: float = 300.0  # s
+    clients: list[str] = field(default_factory=list)  # ids of the apps that asked
+    polls: int = 0
+
+
 class Hub(ThreadingHTTPServer):
     """A context manager; `asked` has every request, `tokens` who they belong to and who may see what is gated."""
 
@@ -76,6 +90,10 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("", 0), _Handler)
         self.asked: list[Asked] = []
         self.tokens: dict[str, str] = {}
+        self.rights: dict[str, dict[str, Any]] = {}  # of a token: `auth.accessToken` as whoami-v2 gives it
+        self.orgs: dict[str, list[str]] = {}  # of a person
+        self.expired: set[str] = set()
+        self.device = Device()
         self.admitted: set[str] = set()  # tokens that gated and private repositories are open to
         self.faults: list[Fault] = []
         self._repos: dict[tuple[str, str], Repo] = {}
@@ -209,9 +227,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str, token: str | None, body: bytes) -> None:
         if path == "/api/whoami-v2":
-            if token not in self.server.tokens:
-                raise _Refused(401, "Unauthorized")
-            self._say({"type": "user", "name": self.server.tokens[token], "orgs": [], "auth": {}})
+            self._whoami(token)
+        elif path in ("/oauth/device", "/oauth/token"):
+            form = {name: values[0] for name, values in parse_qs(body.decode()).items()}
+            self._device(form) if path == "/oauth/device" else self._device_token(form)
         elif match := re.fullmatch(r"/cdn/(models|datasets)/(.+?)/-/(.+)", path):
             if token or parse_qs(urlsplit(self.path).query).get("signature") != ["yes"]:
                 raise _Refused(400, "OnlyOneAuthMechanismAllowed")
@@ -229,6 +248,39 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(_refs(repo) if match[3] else _about(match[2], repo))
         else:
             raise _Refused(404, "NotFound")
+
+    def _whoami(self, token: str | None) -> None:
+        hub = self.server
+        if token in hub.expired:
+            message = 'User Access Token "mine" is expired'
+            return self._say({"error": message}, 401, {"X-Error-Message": message})
+        if token not in hub.tokens:
+            message = "Invalid credentials in Authorization header"
+            return self._say({"error": message}, 401, {"X-Error-Message": message})
+        name = hub.tokens[token]
+        orgs = [{"type": "org", "name": org, "roleInOrg": "read"} for org in hub.orgs.get(name, [])]
+        auth = {"type": "access_token", "accessToken": hub.rights[token]} if token in hub.rights else {}
+        self._say({"type": "user", "name": name, "orgs": orgs, "auth": auth})
+
+    def _device(self, form: dict[str, str]) -> None:
+        device = self.server.device
+        device.clients.append(form["client_id"])
+        link = f"{self.server.url}/oauth/device/verify"
+        answer = {"device_code": "secret-device-code", "user_code": "52AT-FLYZ", "verification_uri": link}
+        answer["verification_uri_complete"] = f"{link}?user_code=52AT-FLYZ"
+        self._say(answer | {"expires_in": device.expires_in, "interval": device.interval})
+
+    def _device_token(self, form: dict[str, str]) -> None:
+        device = self.server.device
+        device.polls += 1
+        if form.get("device_code") != "secret-device-code" or form.get("client_id") != device.clients[-1]:
+            return self._say({"error": "invalid_grant"}, 400)
+        if device.polls <= device.pending:
+            return self._say({"error": "authorization_pending"}, 400)
+        if device.answer != "granted":
+            return self._say({"error": device.answer}, 400)
+        scope = {} if device.scope is None else {"scope": device.scope}
+        self._say({"access_token": device.token, "token_type": "bearer", "expires_in": 2592000, **scope})
 
     def _resolve(self, kind: str, name: str, revision: str, file: str, token: str | None) -> None:
         repo = self.server.find(kind, name, revision, token)

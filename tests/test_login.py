@@ -1,0 +1,373 @@
+"""Logins, with the real huggingface_hub client on a stand-in Hub: where tokens are found, and every way to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hub import Hub
+
+from volunteer_kit.auth.login import Identity, Login, LoginError
+
+READ, WRITE, FINE = "hf_readonlyAAAA", "hf_writesBBBB", "hf_finegrainedCCCC"
+LINK = "https://huggingface.co/settings/tokens/new?tokenType=read"
+CHAT = {"permissions": ["repo.content.read", "inference.serverless.write"]}
+
+
+@dataclass
+class Scene:
+    """What a volunteer's machine has; built in the client's process."""
+
+    login: dict[str, Any] = field(default_factory=dict)  # arguments of Login
+    explicit: str | None = None
+    file: str | None = None  # what `hf auth login` left
+    colab: str | None = None  # a token, or the name of the error that userdata.get raises
+    kaggle: str | None = None
+    variable: str | None = None
+    endpoint: str | None = None
+    types: str | None = None  # a token that is typed
+    browser: bool = False
+    cancel: bool = False
+
+
+@dataclass
+class Outcome:
+    name: str | None = None
+    orgs: tuple[str, ...] = ()
+    kind: str | None = None
+    text: str = ""
+    notes: list[str] = field(default_factory=list)
+    link: str | None = None
+    code: str | None = None
+    output: str = ""  # everything printed, logged, warned, and every repr and traceback
+    seconds: float = 0.0
+
+
+def play(scene: Scene) -> Outcome:
+    """Log in as `scene` has it. Runs in the client's process."""
+    from volunteer_kit.auth import identity
+
+    printed, outcome, began = io.StringIO(), Outcome(), time.monotonic()
+    logging.getLogger().addHandler(handler := logging.StreamHandler(printed))
+    logging.getLogger().setLevel(logging.DEBUG)
+    login = Login(**scene.login)
+    with contextlib.ExitStack() as stack:
+        for context in (contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), *_places(scene)):
+            stack.enter_context(context)
+        stack.enter_context(mock.patch.object(identity, "PAUSES", (0.01, 0.01)))
+        try:
+            _log_in(login, scene, outcome)
+        except LoginError as error:
+            outcome.kind, outcome.text = error.kind, str(error)
+            printed.write(traceback.format_exc() + repr(error))
+        printed.write(repr(login) + repr(login.identity) + str(login.identity) + str(vars(login)))
+    logging.getLogger().removeHandler(handler)
+    if login.identity:
+        outcome.name, outcome.orgs = login.identity.name, login.identity.orgs
+    outcome.notes, outcome.output, outcome.seconds = login.notes, printed.getvalue(), time.monotonic() - began
+    return outcome
+
+
+def _log_in(login: Login, scene: Scene, outcome: Outcome) -> None:
+    login.find(scene.explicit)
+    if scene.browser and login.identity is None and (browser := login.browser()) is not None:
+        while browser.is_waiting and not (scene.cancel and browser.link):
+            browser.wait(0.05)
+        outcome.link, outcome.code = browser.link, browser.code
+        if scene.cancel:
+            login.close()
+            assert browser.wait(10), "it ends soon after it was called off"
+        login.from_browser()
+        if browser.error is not None:
+            raise browser.error
+    if scene.types and login.identity is None:
+        login.check(scene.types)
+
+
+def _places(scene: Scene) -> list[contextlib.AbstractContextManager]:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _auth
+
+    _auth._OAUTH_REFRESH_CACHE = None
+    Path(constants.HF_TOKEN_PATH).unlink(missing_ok=True)
+    if scene.file:
+        Path(constants.HF_TOKEN_PATH).write_text(scene.file + "\n")
+    modules, variables = {}, {"HF_TOKEN": scene.variable or ""}
+    if scene.colab:
+        modules |= _colab(scene.colab)
+    if scene.kaggle:
+        modules["kaggle_secrets"] = _kaggle(scene.kaggle)
+        variables["KAGGLE_KERNEL_RUN_TYPE"] = "Interactive"
+    endpoint = scene.endpoint or constants.ENDPOINT
+    return [
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(constants, "ENDPOINT", endpoint),
+    ]
+
+
+def _failing(name: str) -> type[Exception]:
+    return type(name, (Exception,), {})
+
+
+def _colab(secret: str) -> dict[str, types.ModuleType]:
+    userdata = types.ModuleType("google.colab.userdata")
+
+    def get(key: str) -> str:
+        assert key == "HF_TOKEN"
+        if secret.startswith("hf_"):
+            return secret
+        raise _failing(secret)(f"the secret {READ} or so")
+
+    userdata.get = get
+    colab, google = types.ModuleType("google.colab"), types.ModuleType("google")
+    google.colab, colab.userdata = colab, userdata
+    return {"google": google, "google.colab": colab, "google.colab.userdata": userdata}
+
+
+def _kaggle(secret: str) -> types.ModuleType:
+    module = types.ModuleType("kaggle_secrets")
+
+    class UserSecretsClient:
+        def get_secret(self, label: str) -> str:
+            assert label == "HF_TOKEN"
+            if secret.startswith("hf_"):
+                return secret
+            raise _failing(secret)("no")
+
+    module.UserSecretsClient = UserSecretsClient
+    return module
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[tuple[Hub, Callable]]:
+    with Hub() as hub, hub.client(tmp_path_factory.mktemp("hf")) as ask:
+        yield hub, ask
+
+
+@pytest.fixture
+def hub(world) -> Hub:
+    hub = world[0]
+    hub.forget()
+    hub.expired.clear()
+    hub.tokens = {READ: "anna", WRITE: "berta", FINE: "clara"}
+    hub.rights = {READ: {"displayName": "r", "role": "read"}, WRITE: {"displayName": "w", "role": "write"}}
+    hub.orgs = {"anna": ["training-together", "cats"]}
+    hub.device = type(hub.device)()
+    return hub
+
+
+@pytest.fixture
+def log_in(world, hub) -> Callable[[Scene], Outcome]:
+    def run(scene: Scene) -> Outcome:
+        outcome = world[1](play, scene)
+        for token in (READ, WRITE, FINE, hub.device.token, "secret-device-code"):
+            assert token not in outcome.output + outcome.text + str(outcome.notes)
+        seen = {asked.path for asked in hub.asked if asked.token}
+        assert seen <= {"/api/whoami-v2"}, "the token goes to whoami and nowhere else"
+        return outcome
+
+    return run
+
+
+# Where a login is found
+
+
+@pytest.mark.parametrize(
+    "scene, name",
+    [
+        (Scene(explicit=READ, file=WRITE, colab=WRITE, variable=WRITE), "anna"),
+        (Scene(file=READ, colab=WRITE, kaggle=WRITE, variable=WRITE), "anna"),
+        (Scene(colab=READ, kaggle=WRITE, variable=WRITE), "anna"),
+        (Scene(kaggle=READ, variable=WRITE), "anna"),
+        (Scene(variable=READ, browser=True), "anna"),
+        (Scene(types=f"  '{READ}'\n"), "anna"),
+        (Scene(), None),
+    ],
+)
+def test_sources_are_tried_in_their_order(log_in, hub, scene, name):
+    outcome = log_in(scene)
+    assert outcome.name == name and outcome.notes == [] and outcome.kind is None
+    assert [asked.token for asked in hub.asked if "whoami" in asked.path] == ([READ] if name else [])
+    assert outcome.orgs == (("training-together", "cats") if name else ())
+
+
+def test_what_fails_falls_through_and_says_so(log_in, hub):
+    hub.expired.add("hf_old")
+    outcome = log_in(Scene(explicit="no token", file="hf_unknown", colab="hf_old", kaggle=WRITE, variable=READ,
+                           login={"for_authority": True}))  # fmt: skip
+    assert outcome.name == "anna"
+    said = ["the token you gave. This is no token", "the login on this machine. The Hub does not know",
+            "Colab's secrets. This token has expired", "Kaggle's secrets. This token can write"]  # fmt: skip
+    assert len(outcome.notes) == 4
+    for part, note in zip(said, outcome.notes, strict=True):
+        assert part in note
+
+
+@pytest.mark.parametrize(
+    "scene, note",
+    [
+        (Scene(colab="NotebookAccessError"), "may not read HF_TOKEN"),
+        (Scene(colab="SecretNotFoundError"), None),
+        (Scene(colab="TimeoutException"), "did not answer in time"),
+        (Scene(colab="Error"), "could not be read (Error)"),
+        (Scene(kaggle="NotFoundError"), None),
+        (Scene(kaggle="ConnectionError"), "internet switched on"),
+        (Scene(kaggle="BackendError"), "did not answer"),
+        (Scene(kaggle="ValidationError"), "Add-ons > Secrets"),
+    ],
+)
+def test_secrets_that_cannot_be_read(log_in, scene, note):
+    scene.variable = READ
+    outcome = log_in(scene)
+    assert outcome.name == "anna"
+    assert len(outcome.notes) == (note is not None) and (note or "") in "".join(outcome.notes)
+
+
+# The browser
+
+
+def test_the_browser_login_shows_link_and_code_and_polls(log_in, hub):
+    hub.tokens[hub.device.token] = "dora"
+    hub.device.pending = 3
+    outcome = log_in(Scene(browser=True))
+    assert outcome.name == "dora" and outcome.code == "52AT-FLYZ" and outcome.link.endswith("user_code=52AT-FLYZ")
+    assert hub.device.polls == 4
+
+
+def test_for_an_authority_the_hosts_own_app_asks_for_less(log_in, hub):
+    hub.tokens[hub.device.token] = "dora"
+    assert log_in(Scene(browser=True, login={"for_authority": True})).link is None, "everybody's app can write"
+    outcome = log_in(Scene(browser=True, login={"for_authority": True, "client_id": "the-hosts-app"}))
+    assert outcome.name == "dora" and hub.device.clients == ["the-hosts-app"]
+    for scope, kind in (("openid profile write-repos", "can_write"), (None, "unknown_rights")):
+        hub.device.scope, hub.device.polls = scope, 0
+        outcome = log_in(Scene(browser=True, login={"for_authority": True, "client_id": "the-hosts-app"}))
+        assert outcome.kind == kind and outcome.name is None
+
+
+@pytest.mark.parametrize(
+    "device, kind, text",
+    [
+        ({"answer": "access_denied"}, "denied", "was refused there"),
+        ({"answer": "expired_token"}, "timeout", "Nobody logged in"),
+        ({"pending": 10**6, "expires_in": 0.2}, "timeout", "Nobody logged in"),
+        ({"answer": "server_error"}, "down", "did not complete"),
+    ],
+)
+def test_browser_logins_that_fail(log_in, hub, device, kind, text):
+    vars(hub.device).update(device)
+    outcome = log_in(Scene(browser=True))
+    assert outcome.kind == kind and text in outcome.text and LINK in outcome.text and outcome.name is None
+
+
+def test_a_browser_login_that_is_called_off_polls_no_more(log_in, hub):
+    hub.device.pending = 10**6
+    outcome = log_in(Scene(browser=True, cancel=True))
+    assert outcome.name is None and outcome.kind is None and outcome.seconds < 10
+
+
+# Ways to fail
+
+AUTHORITY = {"for_authority": True}
+MEMBERS = {"organization": "dogs"}
+
+
+@pytest.mark.parametrize(
+    "token, login, rights, fault, kind, says",
+    [
+        ("hf_unknown", {}, None, None, "wrong", ["does not know this token", "Copy it again", LINK]),
+        ("hf_old", {}, None, None, "expired", ["has expired", LINK]),
+        ("two words", {}, None, None, "malformed", ["no token", LINK]),
+        ("hf_äöü", {}, None, None, "malformed", ["no token"]),
+        ("hf_" + "x" * 5000, {}, None, None, "malformed", ["no token"]),
+        ("hf_a\nb", {}, None, None, "malformed", ["no token"]),
+        ("api_org_abcdef", {}, None, None, "malformed", ["of an organization", LINK]),
+        (READ, {}, None, {"status": 500}, "down", ["error 500", "status.huggingface.co"]),
+        (READ, {}, None, {"status": 503}, "down", ["error 503", "again in some minutes"]),
+        (READ, {}, None, {"status": 429}, "limit", ["too often", "Wait five minutes"]),
+        (READ, {}, None, {"status": 403}, "wrong", ["does not know"]),
+        (READ, {}, None, {"cut_after": 5}, "network", ["cannot be reached"]),
+        (READ, MEMBERS, None, None, "organization", ["anna is not in the organization dogs", "huggingface.co/dogs"]),
+        (WRITE, AUTHORITY, None, None, "can_write", ["its role is write", LINK]),
+        (FINE, AUTHORITY, {"role": "fineGrained", "fineGrained": {"scoped": [CHAT]}}, None, "can_write",
+         ["inference.serverless.write", LINK]),
+        (FINE, AUTHORITY, {"role": "fineGrained", "fineGrained": {"global": ["discussion.write"]}}, None, "can_write",
+         ["discussion.write"]),
+        (FINE, AUTHORITY, {"role": "fineGrained"}, None, "unknown_rights", ["cannot be told", LINK]),
+        (FINE, AUTHORITY, {"role": "somethingNew"}, None, "unknown_rights", ["cannot be told"]),
+        (FINE, AUTHORITY, None, None, "unknown_rights", ["cannot be told"]),
+        (FINE, MEMBERS, {"role": "fineGrained", "fineGrained": {}}, None, "organization", ["fine-grained tokens may"]),
+    ],
+)  # fmt: skip
+def test_failures_name_cause_and_next_step(log_in, hub, token, login, rights, fault, kind, says):
+    hub.expired.add("hf_old")
+    if rights:
+        hub.rights[FINE] = rights
+    if fault:
+        hub.fail("/whoami", times=9, **fault)
+    outcome = log_in(Scene(types=token, login=login))
+    assert (outcome.kind, outcome.name) == (kind, None), outcome
+    for part in ("\n1. ", *says):
+        assert part in outcome.text
+    assert token not in outcome.output
+
+
+def test_rights_that_an_authority_may_see(log_in, hub):
+    hub.rights[FINE] = {"role": "fineGrained", "fineGrained": {"global": [], "scoped": [
+        {"entity": {"name": "clara"}, "permissions": ["repo.content.read", "user.billing.read"]}]}}  # fmt: skip
+    for token, name in ((READ, "anna"), (FINE, "clara")):
+        assert log_in(Scene(types=token, login=AUTHORITY)).name == name
+    assert log_in(Scene(types=READ, login={**AUTHORITY, "organization": "Training-Together"})).name == "anna"
+    assert log_in(Scene(types=WRITE)).name == "berta", "without an authority the token stays with the Hub"
+
+
+def test_no_network(log_in):
+    outcome = log_in(Scene(variable=READ, file=READ, endpoint="http://127.0.0.1:9"))
+    assert outcome.kind == "network" and "http://127.0.0.1:9" in outcome.text and "\n2. " in outcome.text
+    assert outcome.notes == [], "no other token would do better, so none is tried"
+
+
+def test_short_troubles_are_waited_out(log_in, hub):
+    hub.fail("/whoami", times=2, status=502)
+    assert log_in(Scene(variable=READ)).name == "anna"
+
+
+def test_a_hub_that_never_answers_ends_in_time():
+    from volunteer_kit.auth.identity import in_time
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        in_time(lambda: time.sleep(5), seconds=0.2)
+    assert time.monotonic() - began < 2
+
+
+def test_an_identity_keeps_its_token_to_itself():
+    someone = Identity("anna", ("cats",), READ)
+    assert READ not in repr(someone) + str(someone) + f"{someone}" and someone.token == READ
+    with pytest.raises(TypeError):
+        pickle.dumps(someone)
+    assert isinstance(LoginError("wrong", "x"), PermissionError)
+
+
+def test_without_huggingface_hub_it_says_what_to_install(monkeypatch):
+    from volunteer_kit.auth.login import check
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(LoginError, match="pip install") as caught:
+        check(READ)
+    assert caught.value.kind == "missing"
+    assert Login().find() is None or os.environ.get("HF_TOKEN")

@@ -1,0 +1,328 @@
+"""What a volunteer reads: words by tables, pages that escape, lines and a terminal; without a kernel."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import pytest
+
+from volunteer_kit.widgets import page, words
+from volunteer_kit.widgets.chart import loss_chart, ticks
+from volunteer_kit.widgets.progress import Picture, Progress
+from volunteer_kit.widgets.surface import Declined, Surface, TermsError, open_surface
+from volunteer_kit.widgets.terminal import TerminalSurface, picture, sparkline
+from volunteer_kit.widgets.terms import Platform, Terms, detect_platform
+from volunteer_kit.widgets.text import TextSurface
+
+NOW = 1_800_000_000.0
+EVIL = "<script>alert('x')</script>\x1b[31m\x07\u202e \"q\""
+PNG = b"\x89PNG\r\n\x1a\nrest"
+
+
+def training(**values) -> Progress:
+    known = dict(
+        run_id="demo", state="training", started=NOW - 7600, updated=NOW, my_samples=12345, my_epochs=212, share=0.034,
+        rank=3, volunteers=41, samples_per_second=1.25, swarm_samples_per_second=29.1, epoch=1040, total_epochs=31250,
+        swarm_samples=3021, target_batch_size=4096, seconds_to_step=37.0, bytes_sent=3.2e9, bytes_received=4.1e9,
+        loss=[(1, 7.1), (500, 5.0), (1040, 4.417)], device="Tesla T4", plan="batches of 8, fp16", why="no bf16",
+    )  # fmt: skip
+    return Progress(**{**known, **values})
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    "function, value, says",
+    [
+        (words.number, 1234, "1,234"), (words.number, 1234.6, "1,235"), (words.number, 12.34, "12.3"),
+        (words.number, 0.274, "0.27"), (words.number, 0, "0"), (words.number, None, "–"), (words.number, math.nan, "–"),
+        (words.number, math.inf, "–"), (words.size, 640, "640 B"), (words.size, 12_400, "12 kB"),
+        (words.size, 3.21e9, "3.2 GB"), (words.size, 1.5e12, "1.5 TB"), (words.size, None, "–"),
+        (words.duration, 8.4, "8 s"), (words.duration, 89, "89 s"), (words.duration, 118, "2 min"),
+        (words.duration, 4800, "1 h 20 min"), (words.duration, 7200, "2 h"), (words.duration, 100 * 3600, "4 d 4 h"),
+        (words.duration, -3, "0 s"), (words.duration, math.inf, "–"), (words.percent, 0.43, "43 %"),
+        (words.percent, 0.034, "3.4 %"), (words.percent, 0.00001, "< 0.1 %"), (words.percent, 0.9999, "99 %"),
+        (words.percent, 1.0, "100 %"), (words.percent, 0, "0 %"), (words.percent, None, "–"),
+        (words.ordinal, 1, "1st"), (words.ordinal, 2, "2nd"), (words.ordinal, 3, "3rd"), (words.ordinal, 11, "11th"),
+        (words.ordinal, 112, "112th"), (words.ordinal, 1021, "1,021st"),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(function, value, says):
+    assert function(value) == says
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({}, "Training, 3rd of 41 volunteers, your samples are in"),
+        ({"my_samples": 0}, "Training, 3rd of 41 volunteers"),
+        ({"rank": None, "volunteers": 1}, "Training, 1 volunteer here, your samples are in"),
+        ({"state": "downloading", "downloaded": 0.43, "seconds_left": 118},
+         "Downloading the model: 43 %, about 2 min left"),
+        ({"state": "downloading", "detail": "43 %, about 2 min left"}, "Downloading the model: 43 %, about 2 min left"),
+        ({"state": "downloading"}, "Downloading the model"),
+        ({"state": "waiting", "detail": "for 3 others"}, "Waiting for 3 others"),
+        ({"state": "reconnecting", "detail": "in 8 s"}, "Connection lost, trying again in 8 s"),
+        ({"state": "reconnecting", "detail": "again in 8 s"}, "Connection lost, trying again in 8 s"),
+        ({"state": "reconnecting", "detail": "the worker ended"}, "Connection lost, trying again: the worker ended"),
+        ({"state": "averaging", "detail": "5 s"}, "Averaging with the others: 5 s"),
+        ({"state": "connecting"}, "Connecting to the other volunteers"),
+        ({"state": "paused"}, "Paused"),
+        ({"state": "failed", "detail": "no disk left"}, "Stopped: no disk left"),
+    ],
+)  # fmt: skip
+def test_headlines(values, says):
+    assert words.headline(training(**values)) == says
+
+
+def test_every_state_has_its_words():
+    for table in (words.TONES, words.HEADLINES, words.MEANINGS):
+        assert set(table) == set(words.State.__args__)
+
+
+def test_the_last_word_stands_when_it_is_over():
+    assert words.meaning(training(state="failed", message="1. Free some disk")) == "1. Free some disk"
+    assert words.meaning(training(message="not yet")) == words.MEANINGS["training"]
+    first, second = words.summary(training(state="left"))
+    assert "Thank you" in first and "12,345 samples of yours in 212 steps, 3.4 %" in second
+
+
+def test_what_is_not_known_is_not_invented():
+    empty = {fact.label: fact.value for fact in words.facts(Progress())}
+    assert empty["Your place"] == empty["The swarm"] == empty["Global step"] == words.NOT_YET
+    assert words.step_line(Progress()) == "Next step: not known yet" and words.step_share(Progress()) == 0
+    assert words.loss_line(Progress(loss=[(1, math.nan)])) == "Loss: not known yet"
+
+
+def test_steps_bars_and_warnings():
+    text = "Next step: 3,021 of 4,096 samples collected together, about 37 s left"
+    assert words.step_line(training()) == text and words.bar(training()) == (text, 3021 / 4096)
+    assert words.step_share(training(swarm_samples=9999)) == 1
+    label, share = words.bar(training(state="downloading", downloaded=None))
+    assert "asking who has it" in label and share is None
+    shown = words.warnings(training(warnings=[(NOW - 60, "old"), (NOW - 1, "new")]))
+    assert shown == ["new (just now)", "old (60 s ago)"]
+
+
+def test_text_of_others_is_one_line_without_controls():
+    assert words.plain("a\n b\tc\x1b[0m\x00\u202ed") == "a b c[0md"
+    assert len(words.plain("x" * 9999)) == words.LONGEST
+
+
+# HTML
+
+
+def test_what_comes_from_outside_is_escaped():
+    hostile = training(
+        run_id=EVIL, description=EVIL, name=EVIL, detail=EVIL, help_url="javascript:alert(1)", device=EVIL, plan=EVIL,
+        why=EVIL, warnings=[(NOW, EVIL)], pictures=[Picture(EVIL, PNG, 3)],
+    )  # fmt: skip
+    html = page.progress_page(hostile) + page.terms(Terms(EVIL, EVIL, checked_by=EVIL, help_url=f'https://x/"{EVIL}'))
+    html += page.browser_login("javascript:alert(1)", EVIL) + page.lines([EVIL], "error") + page.agreed(Terms(EVIL))
+    assert "<script" not in html and "javascript:" not in html and "\x1b" not in html and "\u202e" not in html
+    assert html.count("&lt;script&gt;") >= 10 and '"https://x/"' not in html
+
+
+def test_pictures_that_are_no_png_or_too_large_are_left_out():
+    others = {"bad": b"<svg onload=alert(1)>", "big": PNG + bytes(10**6)}
+    html = page.pictures([Picture("good", PNG, 1), *(Picture(name, png, 1) for name, png in others.items())])
+    assert html.count("<img") == 1 and "good" in html and "bad" not in html
+    assert page.pictures([]) == ""
+
+
+def test_the_curve_has_one_size_and_survives_any_numbers():
+    for values in ([], [(1, 2.0)], [(1, 2.0), (2, 2.0)], [(5, 1e-9), (5, 1e9)], [(i, 1 / (i + 1)) for i in range(300)]):
+        chart = loss_chart(values)
+        assert f'viewBox="0 0 {760} {210}"' in chart and "nan" not in chart and "inf" not in chart
+    assert "lower is better" in chart and "global step" in chart
+    assert ticks(4.4, 7.1) == [4, 5, 6, 7, 8] and all(3 <= len(ticks(0, 10.0**n)) <= 6 for n in range(-5, 9))
+
+
+# Platforms and terms
+
+
+@pytest.mark.parametrize(
+    "variable, name, says",
+    [
+        ("COLAB_RELEASE_TAG", "colab", ["forbid distributed computing workers", "paid compute units"]),
+        ("KAGGLE_KERNEL_RUN_TYPE", "kaggle", ["Read its terms"]),
+        ("BINDER_SERVICE_HOST", "binder", ["short looks"]),
+        (None, "own", ["owner of this machine"]),
+    ],
+)
+def test_platforms(monkeypatch, variable, name, says):
+    for known in ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "BINDER_SERVICE_HOST"):
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.delenv("BINDER_LAUNCH_HOST", raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    assert detect_platform() == Platform(name)
+    for part in says:
+        assert part in Platform(name).words
+
+
+def test_terms_say_what_runs_what_leaves_and_what_it_costs():
+    terms = Terms("demo", "A model.", max_hours=6, max_mbps=20, max_gb=1.5, download_gb=0.5, gb_per_hour=1.2, watts=90,
+                  checked_by="auth.example.org", platform=Platform("colab"))  # fmt: skip
+    text = "\n".join(f"{heading}: {body}" for heading, body in terms.points())
+    for part in ("IP address, which other peers see", "Never files", "username", "auth.example.org", "90 W of power",
+                 "0.5 GB to download", "6 h at most, 20 Mbit/s at most, 1.5 GB at most", "compute units"):  # fmt: skip
+        assert part in text
+    assert "max_hours" in dict(Terms("demo").points())["Limits"]
+
+
+# Text and terminal
+
+
+class Choice:
+    """A login that knows one token."""
+
+    organization, token_url = None, "https://hub/tokens"
+
+    def __init__(self) -> None:
+        self.notes, self.name, self.closed = ["Not used: HF_TOKEN. It has expired."], None, False
+
+    def check(self, token: str) -> str:
+        if token != "hf_good":
+            raise PermissionError("The Hub does not know this token.\n1. Copy it again.")
+        self.name = "anna"
+        return self.name
+
+    def browser(self):
+        return None
+
+    def from_browser(self):
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_lines_come_when_the_state_changes():
+    lines: list[str] = []
+    surface = TextSurface(write=lines.append)
+    for progress in (training(state="starting"), training(), training(), training(warnings=[(NOW, f"lost {EVIL}")])):
+        surface.show(progress)
+    surface.close(training(state="left"))
+    surface.close(training(state="left"))
+    assert lines[0] == "Tesla T4: batches of 8, fp16. no bf16" and lines[1] == "Starting"
+    assert lines[2].startswith("Training, 3rd of 41") and "Loss 4.42" in lines[2] and "12,345" in lines[2]
+    assert lines[3].startswith("Warning: lost") and "\x1b" not in lines[3]
+    assert len(lines) == 6 and lines[4].startswith("You have left")
+
+
+def test_where_nobody_answers_terms_are_printed_and_have_to_be_accepted(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(TermsError, match=r"1\. .*volunteer-kit join demo\n2\. .*--accept-terms"):
+        open_surface("text").welcome(Terms("demo"), None)
+    assert "Never files" in capsys.readouterr().out
+    open_surface("text", accept_terms=True).welcome(Terms("demo"), None)
+    with pytest.raises(TermsError, match="needs a login.*\n.*expired.*\n1. .*HF_TOKEN"):
+        open_surface("text", accept_terms=True).welcome(Terms("demo"), Choice())
+    choice = Choice()
+    choice.check("hf_good")
+    open_surface("text", accept_terms=True).welcome(Terms("demo"), choice)
+
+
+def test_a_typed_token_accepts_and_logs_in(monkeypatch):
+    lines: list[str] = []
+    typed = iter(["", "hf_bad", "hf_good"])
+    monkeypatch.setattr("getpass.getpass", lambda prompt: next(typed))
+    monkeypatch.setattr("volunteer_kit.widgets.text.can_answer", lambda kernel: True)
+    choice = Choice()
+    TextSurface(write=lines.append).welcome(Terms("demo"), choice)
+    text = "\n".join(lines)
+    assert choice.name == "anna" and choice.closed and lines[-1] == "Logged in as anna."
+    assert "It has expired" in text and "Nothing was typed" in text and "Copy it again" in text and "hf_" not in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])
+def test_ctrl_c_declines(monkeypatch, error):
+    def refuse(prompt=""):
+        raise error
+
+    monkeypatch.setattr("builtins.input", refuse)
+    monkeypatch.setattr("volunteer_kit.widgets.text.can_answer", lambda kernel: True)
+    with pytest.raises(Declined, match="nothing has run"):
+        TextSurface(write=lambda line: None).welcome(Terms("demo"), None)
+
+
+def test_the_terminal_shows_the_same_words_and_no_markup():
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, highlight=False, markup=False)
+    console.print(picture(training(name="[red]x[/red]", warnings=[(NOW, EVIL)]), keys=True))
+    text = out.getvalue()
+    for part in (words.headline(training()), "12,345", "3,021 of 4,096", "[red]x[/red]", "[p]ause", "Tesla T4"):
+        assert part in text
+    assert "\x1b[31m" not in text and "\x07" not in text
+    surface = TerminalSurface(console=console)
+    assert isinstance(surface, Surface)
+    surface.show(training())
+    surface.close(training(state="left"))
+    assert "You have left" in out.getvalue()
+
+
+def test_the_sparkline_is_a_mean_of_its_parts():
+    assert sparkline([]) == sparkline([1.0]) == ""
+    assert sparkline([8.0, 4.0, 2.0, 1.0]) == "█▄▂▁" and len(sparkline([1.0] * 999)) == 40
+
+
+KEYS = """
+from volunteer_kit.widgets.terminal import TerminalSurface
+from volunteer_kit.widgets.progress import Progress
+surface, wishes = TerminalSurface(), []
+surface.pump(0)
+print("ready", flush=True)
+while "leave" not in wishes:
+    surface.show(Progress(state="training"))
+    wishes += surface.pump(0.1)
+surface.close(Progress(state="left"))
+print(wishes, flush=True)
+"""
+
+
+def test_keys_in_a_real_terminal_and_the_terminal_is_put_back():
+    import termios
+
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen([sys.executable, "-c", KEYS], stdin=theirs, stdout=theirs, stderr=theirs)
+    try:
+        seen = b""
+        while b"ready" not in seen:
+            seen += os.read(ours, 4096)
+        os.write(ours, b"pxrq")
+        until = time.monotonic() + 20
+        while b"'leave']" not in seen and time.monotonic() < until:
+            seen += os.read(ours, 4096)
+        assert b"['pause', 'resume', 'leave']" in seen and process.wait(20) == 0
+        assert termios.tcgetattr(theirs)[3] == before[3]
+    finally:
+        process.kill()
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    code = (
+        "import sys, volunteer_kit.widgets.surface, volunteer_kit.widgets.notebook, volunteer_kit.widgets.html, "
+        "volunteer_kit.widgets.terminal, volunteer_kit.widgets.welcome, volunteer_kit.auth.login\n"
+        "print([m for m in ('ipywidgets', 'IPython', 'rich', 'huggingface_hub', 'torch', 'zmq') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    without = "import sys; sys.modules['rich'] = sys.modules['ipywidgets'] = sys.modules['IPython'] = None\n"
+    code = without + "from volunteer_kit.widgets.surface import best_kind; print(best_kind())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "text"
+    with pytest.raises(ValueError, match="no surface"):
+        open_surface("hologram")

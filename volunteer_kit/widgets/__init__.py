@@ -1,0 +1,1 @@
+"""What a volunteer sees: one Progress, shown in a notebook, as HTML, or as text."""

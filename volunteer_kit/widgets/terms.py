@@ -1,0 +1,125 @@
+"""What a volunteer is told before anything runs, and what the platform that he sits on allows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+from volunteer_kit.widgets.words import number, plain
+
+PlatformName = Literal["colab", "kaggle", "binder", "own"]
+
+PLATFORM_WORDS: dict[PlatformName, str] = {
+    "colab": (
+        "You are on Google Colab. Its terms forbid distributed computing workers on runtimes without paid compute "
+        "units: go on only if you have bought some, and keep this tab as your way of using it. One account per person."
+    ),
+    "kaggle": (
+        "You are on Kaggle. Read its terms (kaggle.com/terms) and decide yourself whether they allow this; your weekly "
+        "GPU hours are used up. One account per person."
+    ),
+    "binder": (
+        "You are on Binder, which is given away for short looks: take part in the demo for some minutes, not overnight."
+    ),
+    "own": "Make sure that the owner of this machine and of its network agrees.",
+}
+PLATFORM_TITLES: dict[PlatformName, str] = {
+    "colab": "Google Colab",
+    "kaggle": "Kaggle",
+    "binder": "Binder",
+    "own": "This machine",
+}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where this runs, and what its owner allows."""
+
+    name: PlatformName
+
+    @property
+    def title(self) -> str:
+        return PLATFORM_TITLES[self.name]
+
+    @property
+    def words(self) -> str:
+        return PLATFORM_WORDS[self.name]
+
+
+def detect_platform() -> Platform:
+    """By what the platforms set in the environment, or load into the kernel."""
+    if "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ:
+        return Platform("colab")
+    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ or "KAGGLE_URL_BASE" in os.environ:
+        return Platform("kaggle")
+    if "BINDER_SERVICE_HOST" in os.environ or "BINDER_LAUNCH_HOST" in os.environ:
+        return Platform("binder")
+    return Platform("own")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is agreed to by pressing Start. A number that is None is not spoken of."""
+
+    run_id: str
+    description: str = ""  # of the run, one sentence
+    help_url: str = ""
+    max_hours: float | None = None
+    max_mbps: float | None = None  # Mbit/s, up and down each
+    max_gb: float | None = None  # up and down together
+    download_gb: float | None = None  # of the model and its statistics, once
+    gb_per_hour: float | None = None  # up and down together
+    watts: float | None = None  # beyond an idle machine
+    checked_by: str = ""  # who sees the login besides the Hub, say the authority's host name
+    platform: Platform = field(default_factory=detect_platform)
+
+    @property
+    def title(self) -> str:
+        return f"Lend this machine to “{plain(self.run_id, 60)}”"
+
+    def points(self) -> list[tuple[str, str]]:
+        """(heading, text) in the order to read."""
+        return [
+            ("What runs", self._runs()),
+            ("What leaves this machine", self._leaves()),
+            ("What it costs", self._costs()),
+            ("Limits", self._limits()),
+            ("Pause and leave", "At any time, by button, the stop button or Ctrl-C; what you gave stays counted."),
+            (self.platform.title, self.platform.words),
+        ]
+
+    def _runs(self) -> str:
+        about = plain(self.description).rstrip(".")
+        return (f"{about}. " if about else "") + (
+            "A program on this machine trains a part of the model, together with other volunteers. "
+            "It reads public training data only, and writes to its own cache folder."
+        )
+
+    def _leaves(self) -> str:
+        seen = f" Your login goes to the Hub and to {plain(self.checked_by, 100)}." if self.checked_by else ""
+        return (
+            "Gradients and statistics of the training, your username, and your IP address, which other peers see. "
+            f"Never files.{seen}"
+        )
+
+    def _costs(self) -> str:
+        parts = []
+        if self.download_gb is not None:
+            parts.append(f"{number(self.download_gb)} GB to download at first")
+        if self.gb_per_hour is not None:
+            parts.append(f"about {number(self.gb_per_hour)} GB an hour after that")
+        parts.append(f"about {number(self.watts)} W of power" if self.watts is not None else "the power of a full load")
+        line = ", ".join(parts)
+        return f"{line[0].upper()}{line[1:]}; the machine may get warm and its fans loud."
+
+    def _limits(self) -> str:
+        caps = []
+        if self.max_hours is not None:
+            caps.append(f"{number(self.max_hours)} h at most")
+        if self.max_mbps is not None:
+            caps.append(f"{number(self.max_mbps)} Mbit/s at most")
+        if self.max_gb is not None:
+            caps.append(f"{number(self.max_gb)} GB at most")
+        return ", ".join(caps) + "." if caps else "None set; give max_hours, max_mbps or max_gb if you want some."
