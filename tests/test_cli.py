@@ -47,7 +47,8 @@ def test_version():
     [
         (["join", "dmo"], ["There is no run 'dmo'", "'demo'"]),
         (["host", "/nowhere/run.yaml"], ["There is no run '/nowhere/run.yaml'"]),
-        (["join", "demo"], ["nobody to join", "--initial-peers", "volunteer-kit host demo"]),
+        (["join", "demo"], ["terms", "--accept-terms"]),
+        (["join", "demo", "--accept-terms", "--home", "/proc/none"], ["/proc/none", "--home"]),
         (["join", "emoji", "--new-swarm"], ["--data"]),
         (["join", "demo", "--new-swarm", "--data", "x.tar"], ["makes its own data"]),
         (["train-tokenizer", "x.safetensors", "--recipe", "scenes99"], ["no recipe 'scenes99'", "scenes32"]),

@@ -16,6 +16,7 @@ from volunteer_kit.data.ledger import Applied, Ledger
 from volunteer_kit.data.source import SampleName
 from volunteer_kit.data.stream import Batch
 from volunteer_kit.data.walk import Position
+from volunteer_kit.home import Home
 from volunteer_kit.reading import Reading
 from volunteer_kit.runs import build_stream, load_run
 from volunteer_kit.supervisor import Supervisor
@@ -115,12 +116,11 @@ def test_a_full_disk_is_told_once(reading, tiny_disk):
 
 def test_a_killed_worker_reads_on_where_its_last_step_was(tmp_path):
     """A real worker, alone in its swarm: after SIGKILL the next one goes on in the same lease, further on."""
-    path = tmp_path / "stream.json"
+    home = Home(tmp_path / "home")
     spec = WorkerSpec(
         run=load_run("demo").model_dump(mode="json"),
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-        identity_path=str(tmp_path / "identity.key"),
-        stream_path=str(path),
+        home=str(home.path),
         threads=1,
         batch_size=16,
         peer_seed=3,
@@ -133,7 +133,7 @@ def test_a_killed_worker_reads_on_where_its_last_step_was(tmp_path):
             count -= event["event"] == "epoch"
 
     def place() -> tuple[int, int, int]:
-        state = json.loads(path.read_text())["stream"]
+        state = json.loads(home.stream.read_text())["stream"]
         assert state["peer_seed"] == 3
         return state["place"], state["range"], state["used"]
 

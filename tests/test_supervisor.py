@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 from volunteer_kit import process_group
 from volunteer_kit import supervisor as supervisor_module
 from volunteer_kit.supervisor import Supervisor
-from volunteer_kit.training.protocol import Leave, WorkerSpec
+from volunteer_kit.training.protocol import OFFLINE, RENEW, Leave, WorkerSpec
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes through /proc")
 
@@ -47,6 +46,8 @@ if "garbage" in life:
     os.write(1, b"loading shard 3 of 9\n" + b"\xff\xfe\x00\n" + b"[1, 2]\n")
     os.write(1, b'{"event": "unknown"}\n' + b'{"event": []}\n')
     os.write(1, b"[" * 100_000 + b"\n" + b"x" * (3 << 20) + b"\n")
+if "met" in life:
+    tell("state_loaded", epoch=0, source="peers")
 for number, total in enumerate(life.get("totals", ())):
     epoch(number, total)
 if "error" in life:
@@ -205,6 +206,45 @@ def test_progress_refills_the_patience(make):
     assert supervisor.restarts == 4 and supervisor.total_samples == 5
 
 
+def test_a_worker_waits_for_its_spec_and_leaves_without_one(make):
+    supervisor = make({"totals": [1]})
+    spec, supervisor.spec = supervisor.spec, None
+    supervisor.start()
+    while supervisor.pid is None:
+        time.sleep(0.01)
+    assert supervisor.next_event(timeout=0.3) is None
+    supervisor.begin(spec)
+    until(supervisor, "epoch")
+    supervisor.leave()
+    never = make({}, log_path=supervisor.log_path)
+    never.spec = None
+    never.start()
+    while never.pid is None:
+        time.sleep(0.01)
+    never.close()
+    assert not never.running and the_rest(never) == []
+
+
+def test_a_dead_line_is_waited_for_only_if_it_was_there_before(make):
+    supervisor = make({"error": "None of the first peers answered.", "exit": OFFLINE})
+    supervisor.start()
+    assert the_rest(supervisor)[-1]["message"] == "None of the first peers answered."
+
+
+def test_a_line_that_was_there_is_waited_for_as_long_as_it_takes(make):
+    supervisor = make({"met": True, "exit": OFFLINE}, *[{"exit": OFFLINE}] * 4, {"totals": [1]}, max_restarts=1)
+    supervisor.start()
+    seen = until(supervisor, "epoch")
+    assert kinds(seen).count("restarting") == 5 and "Nobody could be reached" in seen[2]["message"]
+
+
+def test_a_worker_that_wants_to_begin_afresh_is_no_crash(make):
+    supervisor = make({"totals": [2], "exit": RENEW}, {"totals": [3]}, backoff=60)
+    supervisor.start()
+    assert "restarting" not in kinds(until(supervisor, "epoch", 2))
+    assert supervisor.restarts == 0 and supervisor.total_samples == 5
+
+
 def test_without_restart(make):
     supervisor = make({"kill": int(signal.SIGSEGV)}, restart=False)
     supervisor.start()
@@ -326,72 +366,6 @@ def test_secrets_are_not_in_the_workers_environment(make, monkeypatch):
     pid = family(until(supervisor, "starting"))[0]
     environment = Path(f"/proc/{pid}/environ").read_bytes()
     assert b"hf_secret_value" not in environment and b"HARMLESS=yes" in environment
-
-
-# interrupts ----------------------------------------------------------------------------------------------------
-
-
-def interrupt_main(number: int = signal.SIGINT) -> None:
-    signal.pthread_kill(threading.main_thread().ident, number)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_interrupt_leaves_gracefully(make, number):
-    supervisor, seen, before = make({"totals": [4]}), [], signal.getsignal(signal.SIGTERM)
-
-    def on_event(event):
-        seen.append(event)
-        if event["event"] == "epoch":
-            threading.Timer(0.05, interrupt_main, [number]).start()  # while it waits for the next event
-
-    assert supervisor.run_until_done(on_event) == 0
-    assert kinds(seen) == ["starting", "epoch", "left"] and alive(family(seen)) == []
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_an_interrupt_inside_the_callers_code(make):
-    supervisor, seen = make({"totals": [4]}), []
-
-    def on_event(event):
-        seen.append(event)
-        if event["event"] == "epoch":
-            interrupt_main()
-            time.sleep(60)  # Ctrl-C cuts this short
-
-    assert supervisor.run_until_done(on_event) == 0
-    assert kinds(seen) == ["starting", "epoch", "left"]
-
-
-def test_the_second_interrupt_ends_it_at_once(make):
-    supervisor, seen = make({"ignore": True, "totals": [4]}), []
-
-    def on_event(event):
-        seen.append(event)
-        if event["event"] in ("epoch", "warning"):  # "warning" is this worker's answer to Leave
-            interrupt_main()
-
-    start = time.monotonic()
-    assert supervisor.run_until_done(on_event, leave_timeout=60) == -signal.SIGKILL
-    assert time.monotonic() - start < 15 and alive(family(seen)) == [] and supervisor.total_samples == 4
-    assert kinds(seen) == ["starting", "epoch", "warning"]
-
-
-def test_an_error_of_the_caller_comes_back_after_leaving(make):
-    supervisor = make({"totals": [4]})
-    with pytest.raises(ZeroDivisionError):
-        supervisor.run_until_done(lambda event: 1 / (event["event"] != "epoch"))
-    assert supervisor.exit_code == 0 and not supervisor.running
-
-
-def test_outside_the_main_thread(make):
-    supervisor, codes = make({"totals": [1]}), []
-    thread = threading.Thread(target=lambda: codes.append(supervisor.run_until_done(lambda event: None)))
-    thread.start()
-    while not supervisor.total_samples:
-        time.sleep(0.01)
-    supervisor.leave()
-    thread.join(timeout=20)
-    assert codes == [0]
 
 
 PARENT = """

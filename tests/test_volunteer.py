@@ -14,52 +14,50 @@ from pathlib import Path
 import psutil
 import pytest
 
+from volunteer_kit.home import Home
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import load_run
-from volunteer_kit.training.protocol import EVENTS, dump_event, parse_event
-from volunteer_kit.volunteer import Story, join_run
+from volunteer_kit.volunteer import join_swarm, status
 
 CLI = [sys.executable, "-u", "-m", "volunteer_kit.cli"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-SAMPLES = {
-    "pid": 1, "name": "n", "device": "CPU", "batch_size": 8, "precision": "fp32", "threads": 1, "why": "because.",
-    "peer_id": "Qm", "maddrs": [], "client_mode": False, "epoch": 3, "source": "peers", "samples": 8,
-    "samples_per_second": 2.5, "loss": 4.25, "num_peers": 3, "swarm_samples": 24, "target_batch_size": 256,
-    "total_samples": 80, "group_size": 3, "received": 0.5, "seconds": 1.5, "sent_bytes": 10, "counts": {"nsfw": 2},
-    "kind": "k", "message": "plain words", "path": "/tmp/x", "epochs": 2,
-}  # fmt: skip
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+COUNTED = r"your samples are in"
 
 
-@pytest.mark.parametrize("name", EVENTS)
-def test_every_event_of_the_protocol_has_its_line(name):
-    event = parse_event(dump_event(name, **{field: SAMPLES[field] for field in EVENTS[name]}))
-    line = Story().line(event)
-    assert line and "None" not in line
+def environment(home: Path, **more: str) -> dict[str, str]:
+    root = str(Path(__file__).parents[1])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "VOLUNTEER_KIT_HOME": str(home), "PYTHONPATH": root, **more}
 
 
-def test_the_story_counts_epochs_repeats_no_news_and_keeps_the_error():
-    story = Story()
-    epoch = {"event": "epoch", **{field: SAMPLES[field] for field in EVENTS["epoch"]}}
-    assert "only 50% received" in story.line(epoch)
-    story.line({**epoch, "samples": 0, "received": None, "loss": None})
-    assert story.epochs == 1
-    skipped = {"event": "skipped", "counts": {"nsfw": 2}}
-    assert story.line(skipped) and story.line(skipped) is None
-    step = {"event": "step", **{field: SAMPLES[field] for field in EVENTS["step"]}}
-    assert story.line(step) and story.line(step) is None
-    assert "disk full" in story.line({"event": "error", "kind": "k", "message": "disk full"})
-    assert "disk full" not in story.line({"event": "gave_up", "message": "disk full"})
-    assert story.error == "disk full"
-    assert story.line({"event": "of a later version"}) is None
-
-
-def test_nothing_is_started_for_a_run_that_nobody_is_in():
-    lines: list[str] = []
-    with pytest.raises(RunError, match="nobody to join"):
-        join_run("demo", say=lines.append)
+def test_nothing_is_started_for_a_run_that_nobody_is_in(tmp_path):
+    before = psutil.Process().children()
     with pytest.raises(RunError, match="--data"):
-        join_run("emoji", new_swarm=True, say=lines.append)
-    assert lines == []
+        join_swarm("emoji", home=tmp_path / "home", accept_terms=True)
+    with pytest.raises(RunError, match="nobody to join"):
+        join_swarm("emoji", data=__file__, home=tmp_path / "home", accept_terms=True)
+    assert psutil.Process().children() == before and not (tmp_path / "home").exists()
+
+
+def test_terms_that_nobody_accepts_start_nothing(tmp_path, capsys):
+    from volunteer_kit.widgets.surface import TermsError
+
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(TermsError, match="accept_terms=True") as caught:
+        join_swarm("demo", home=tmp_path / "home")
+    assert "IP address" in capsys.readouterr().out
+    assert caught.value._render_traceback_() == str(caught.value).splitlines()  # a notebook shows words, no stack
+    started = set(psutil.Process().children(recursive=True)) - before
+    gone, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive and Home(tmp_path / "home").lock()
+
+
+def test_status_of_another_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("VOLUNTEER_KIT_HOME", str(tmp_path))
+    assert status() is None
+    home = Home(None, "demo", "f" * 32)
+    assert home.lock()
+    home.save_status({"state": "training", "my_samples": 7, "updated": 5.0})
+    assert status().my_samples == 7
 
 
 def wait_for(path: Path, pattern: str, process: subprocess.Popen, timeout: float) -> re.Match:
@@ -74,15 +72,16 @@ def wait_for(path: Path, pattern: str, process: subprocess.Popen, timeout: float
 
 @pytest.fixture
 def start(tmp_path):
-    """start(name, *arguments) -> (process, file of its output); all of them end with the test."""
+    """start(name, *command) -> (process, file of its output); all of them end with the test."""
     processes = []
 
-    def begin(name: str, *arguments: str) -> tuple[subprocess.Popen, Path]:
+    def begin(name: str, *command: str, **more: str) -> tuple[subprocess.Popen, Path]:
         path = tmp_path / f"{name}.txt"
         with path.open("w") as output:
             process = subprocess.Popen(
-                [*CLI, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=ENVIRONMENT
-            )
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=environment(tmp_path / "kit", **more),
+            )  # fmt: skip
         processes.append(process)
         return process, path
 
@@ -95,33 +94,134 @@ def start(tmp_path):
                 child.kill() if child.is_running() else None
 
 
+@pytest.fixture
+def small_run(tmp_path) -> Path:
+    values = load_run("demo").model_dump(mode="json") | {"run_id": "small", "target_batch_size": 32, "captions": []}
+    run = tmp_path / "small.yaml"
+    run.write_text(json.dumps(values))  # JSON is YAML
+    return run
+
+
 def address_of(host: subprocess.Popen, output: Path) -> str:
     return wait_for(output, r"--initial-peers (\S+)", host, 60).group(1)
 
 
 @pytest.mark.slow
-def test_joining_training_and_leaving_in_good_order(tmp_path, start):
-    values = load_run("demo").model_dump(mode="json") | {"run_id": "small", "target_batch_size": 32}
-    run = tmp_path / "small.yaml"
-    run.write_text(json.dumps(values))  # JSON is YAML
-    host, host_output = start("host", "host", str(run), "--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+def test_joining_training_and_leaving_in_good_order(tmp_path, start, small_run):
+    host, host_output = start("host", *CLI, "host", str(small_run), "--host-maddrs", LOOPBACK)
     address = address_of(host, host_output)
-    folder = str(tmp_path / "checkpoints")
-    common = ["join", str(run), "--initial-peers", address, "--batch-size", "8"]
-    common += ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
-    worker, output = start("join", *common, "--checkpoint-dir", folder, "--name", "ann")
-    wait_for(output, r"epoch \d+ applied", worker, 120)
+    common = [*CLI, "join", str(small_run), "--initial-peers", address, "--accept-terms", "--host-maddrs", LOOPBACK]
+    worker, output = start("join", *common, "--name", "ann", "--batch-size", "8")
+    wait_for(output, COUNTED, worker, 120)
     family = psutil.Process(worker.pid).children(recursive=True)
     worker.send_signal(signal.SIGINT)
     assert worker.wait(timeout=60) == 0
     text = output.read_text()
-    assert "Leaving" in text and "said goodbye" in text and "Traceback" not in text
-    assert int(re.search(r"Done: (\d+) of your samples", text).group(1)) > 0
+    assert "Leaving" in text and "You have left" in text and "Traceback" not in text
+    counted = int(re.search(r"([\d,]+) samples of yours", text)[1].replace(",", ""))
     gone, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
-    # a second stay goes on where the first one ended, and ends by itself
-    again, output = start("again", *common, "--checkpoint-dir", folder, "--minutes", "0.5")
+    assert counted > 0 and not alive
+    # a second stay goes on with the same totals, and ends by itself
+    again, output = start("again", *common, "--max-hours", "0.008")
     assert again.wait(timeout=150) == 0
-    assert re.search(r"The model is here: epoch [1-9]", output.read_text()), output.read_text()
+    text = output.read_text()
+    assert int(re.search(r"([\d,]+) samples of yours", text)[1].replace(",", "")) > counted and "limit of" in text
     host.send_signal(signal.SIGTERM)
     assert host.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_a_second_join_of_this_machine_looks_on_and_starts_nothing(tmp_path, start, small_run):
+    common = [*CLI, "join", str(small_run), "--new-swarm", "--accept-terms", "--host-maddrs", LOOPBACK]
+    first, output = start("first", *common)
+    wait_for(output, COUNTED, first, 120)
+    workers = workers_below(first)
+    second, seen = start("second", *common)
+    wait_for(seen, COUNTED, second, 60)
+    assert "in another window" in seen.read_text() and workers_below(second) == []
+    second.send_signal(signal.SIGINT)
+    assert second.wait(timeout=30) == 0 and first.poll() is None and workers_below(first) == workers
+    third, seen = start("third", *common)
+    wait_for(seen, "in another window", third, 60)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(timeout=60) == 0 and third.wait(timeout=30) == 0  # nothing is left to look at
+
+
+def workers_below(process: subprocess.Popen) -> list[int]:
+    family = psutil.Process(process.pid).children()
+    return [child.pid for child in family if "volunteer_kit.worker" in child.cmdline()]
+
+
+RUN_AGAIN = """
+import json, os, sys, time
+from volunteer_kit import join_swarm, status, volunteer
+
+class Screen:
+    has_events = True
+
+    def __init__(self, wish, at):
+        self.wish, self.at = wish, at
+
+    def welcome(self, terms, login):
+        print(json.dumps({"welcome": terms.run_id}), flush=True)
+
+    def show(self, progress):
+        self.progress = progress
+
+    def pump(self, seconds):
+        time.sleep(seconds)
+        return [self.wish] if self.progress.my_samples >= self.at else []
+
+    def say(self, line):
+        pass
+
+    def close(self, progress=None):
+        pass
+
+def tell(what, gave):
+    pid = volunteer._stay.worker_pid
+    print(json.dumps({what: gave.samples, "pid": pid, "over": volunteer._stay.over}), flush=True)
+
+tell("first", join_swarm(sys.argv[1], new_swarm=True, host_maddrs=[sys.argv[2]], surface=Screen("detach", 1)))
+had = status().my_samples
+while status().my_samples == had:  # it goes on while nobody looks
+    time.sleep(0.1)
+tell("second", join_swarm(sys.argv[1], surface=Screen("leave", had + 1)))
+"""
+
+
+@pytest.mark.slow
+def test_the_cell_run_again_shows_the_same_worker_and_the_same_totals(tmp_path, start, small_run):
+    process, output = start("kernel", sys.executable, "-c", RUN_AGAIN, str(small_run), LOOPBACK)
+    assert process.wait(timeout=180) == 0, output.read_text()
+    lines = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
+    welcome, first, second = lines
+    assert welcome == {"welcome": "small"} and first["first"] > 0 and not first["over"]
+    assert second["second"] > first["first"] and second["over"]
+
+
+@pytest.mark.slow
+def test_the_demo_without_peers_is_a_swarm_of_two_on_this_machine(tmp_path, start):
+    process, output = start("demo", *CLI, "join", "demo", "--accept-terms")
+    wait_for(output, r"of 2 volunteers, your samples are in", process, 180)
+    text = output.read_text()
+    assert "a second volunteer is started on this machine" in text
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == 0 and "Traceback" not in output.read_text()
+    (home,) = (tmp_path / "kit" / "runs").iterdir()
+    assert Home(home).totals().samples > 0 and list(home.glob("pictures/*.png")) is not None
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_so_and_shows_what_it_draws(tmp_path, start, small_run):
+    values = json.loads(small_run.read_text())
+    values |= {"captions": ["a large red circle on the left of a grey background"]}
+    values["optimizer"] |= {"total_epochs": 6, "warmup_epochs": 1}
+    small_run.write_text(json.dumps(values))
+    join = [*CLI, "join", str(small_run), "--new-swarm", "--accept-terms", "--host-maddrs", LOOPBACK]
+    process, output = start("finish", *join)
+    wait_for(output, "The run is finished", process, 150)
+    (home,) = (tmp_path / "kit" / "runs").iterdir()
+    assert len(list(home.glob("pictures/epoch-*.png"))) == 1 and Home(home).totals().epochs >= 5
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0

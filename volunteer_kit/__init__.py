@@ -1,14 +1,16 @@
 """volunteer_kit: a text-to-image transformer trained together, by volunteers, over the internet.
 
-    from volunteer_kit import run_demo, join_run
+    from volunteer_kit import join_swarm, run_demo
     run_demo(minutes=4.5)                                # a whole swarm on this machine
-    join_run("org/name", initial_peers=["/ip4/..."])     # lend this machine to a run
+    join_swarm("org/name")                               # lend this machine to a run
 
 Exceptions, each with a message that says what happened and what to do:
 
     ValueError
       RunError               a run file that cannot be used: file, line, reason and fix
       ConvertError           a checkpoint of another program that cannot be converted
+    PermissionError
+      LoginError             who you are could not be shown, or you may not take part
     RuntimeError
       DemoError              a demo whose volunteers cannot go on
     OSError
@@ -32,7 +34,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "run_demo": "demo",
-    "join_run": "volunteer",
+    "join_swarm": "volunteer",
+    "status": "volunteer",
+    "Contribution": "volunteer",
     "host_run": "host",
     "generate_images": "generate",
     "load_run": "runs",
@@ -47,6 +51,7 @@ _HOMES = {
     "CheckpointError": "checkpoint",
     "ImageTokenizerError": "model.image_tokenizer",
     "SwarmError": "swarm.errors",
+    "LoginError": "auth.login",
     "MissingDependency": "model.upstream",
 }
 

@@ -121,10 +121,21 @@ def join(
     run: Run,
     initial_peers: Peers = None,
     data: Data = None,
+    accept_terms: Annotated[
+        bool,
+        typer.Option("--accept-terms", "--yes", "-y", help="You know the terms; they are shown all the same."),
+    ] = False,
+    max_hours: Annotated[float | None, typer.Option(min=0.001, help="Leave after so many hours.")] = None,
+    max_mbps: Annotated[float | None, typer.Option(min=0.1, help="Mbit/s that may be used, each way.")] = None,
+    max_gb: Annotated[float | None, typer.Option(min=0.001, help="Leave after so many GB, sent and received.")] = None,
     name: Annotated[str | None, typer.Option(help="What others see beside your numbers.")] = None,
     client_mode: Annotated[
         bool | None,
         typer.Option("--client-mode/--no-client-mode", help="Others cannot connect here; default: found out."),
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(help="Folder of identity and totals; another one makes a second volunteer of this machine."),
     ] = None,
     checkpoint_dir: Annotated[
         Path | None,
@@ -133,29 +144,32 @@ def join(
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     identity_path: Identity = None,
-    minutes: Annotated[float | None, typer.Option(help="Leave after so many minutes.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at once; default: measured.")] = None,
     new_swarm: Annotated[bool, typer.Option("--new-swarm", help="Start without other peers.")] = False,
 ) -> None:
     """Lend this machine to a run. Ctrl-C leaves in good order, a second one ends at once."""
-    from volunteer_kit.volunteer import join_run
+    from volunteer_kit.volunteer import join_swarm
 
-    result = join_run(
+    result = join_swarm(
         run,
-        initial_peers=_listed(initial_peers),
-        data=_one_or_many(data),
+        max_hours=max_hours,
+        max_mbps=max_mbps,
+        max_gb=max_gb,
+        client_mode="auto" if client_mode is None else client_mode,
         name=name,
-        client_mode=client_mode,
+        data=_one_or_many(data),
+        initial_peers=_listed(initial_peers),
+        accept_terms=accept_terms,
+        batch_size=batch_size,
+        home=home,
         checkpoint_dir=checkpoint_dir,
         host_maddrs=_listed(host_maddrs) or ["/ip4/0.0.0.0/tcp/0"],
         announce_maddrs=_listed(announce_maddrs),
         identity_path=identity_path,
-        minutes=minutes,
-        batch_size=batch_size,
         new_swarm=new_swarm,
-        say=functools.partial(print, flush=True),
     )
     if result.error:
+        _stderr.print(result.error, style="red", markup=False)
         raise typer.Exit(2)
 
 

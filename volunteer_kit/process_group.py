@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 PROC = Path("/proc")
 
@@ -55,3 +58,20 @@ def find(leader: int, mark: str) -> list[int]:
         except (OSError, IndexError, ValueError):
             continue
     return found
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt; without effect outside the main thread, where none can arrive."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -26,7 +26,7 @@ class Reading:
     :param fingerprint: of the run; a state of another run is not used
     """
 
-    def __init__(self, stream: SampleStream, path: str | None, fingerprint: str, emit: Emit):
+    def __init__(self, stream: SampleStream, path: str | Path | None, fingerprint: str, emit: Emit):
         self._stream, self._path, self._fingerprint, self._emit = stream, path and Path(path), fingerprint, emit
         self._leases: SwarmLeases | None = None
         self._ledger = Ledger()

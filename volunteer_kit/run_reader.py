@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ def impossible(path: str | KeyPath, what: str, fix: str) -> PydanticCustomError:
 
 def find_run_file(name: str) -> Path:
     """The file that a name, a path or a Hub id means; downloads the Hub's. Raises RunError."""
+    if name.startswith(("https://", "http://")):
+        return _linked_run_file(name)
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -87,8 +90,23 @@ def find_run_file(name: str) -> Path:
         f"There is no run {name!r}.{hint}\n"
         f"1. A run that comes with the kit: {', '.join(known)}.\n"
         "2. Your own: give the path of its YAML file.\n"
-        "3. A run on the Hugging Face Hub: give its repository, as organization/name."
+        "3. A run on the Hugging Face Hub: give its repository, as organization/name.\n"
+        "4. A run file on the web: give its address, https://..."
     )
+
+
+def _linked_run_file(url: str) -> Path:
+    from volunteer_kit.run_link import LinkError, fetch_run_file
+
+    cache = os.environ.get("VOLUNTEER_KIT_HOME")
+    folder = (Path(cache) if cache else Path.home() / ".cache/volunteer_kit") / "run_files"
+    try:
+        return fetch_run_file(url, folder)
+    except LinkError as reason:
+        raise RunError(
+            f"The run behind {url[:300]} could not be read: {reason}.\n"
+            "1. Open the link in a browser: it should show lines of `key: value`.\n2. Ask the host for the right one."
+        ) from None
 
 
 def _download_run_file(repository: str) -> Path:

@@ -1,7 +1,7 @@
 """A run: what every peer must share, read from one YAML file, and the parts composed from it.
 
 `load_run("demo")` reads volunteer_kit/run_files/demo.yaml; a path works as well, and so does a Hub
-repository, `org/name`, with a run.yaml. What each machine chooses for itself is device.py's DevicePlan.
+repository, `org/name`, with a run.yaml. What each machine chooses for itself is the DevicePlan of device/.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -33,6 +33,7 @@ from volunteer_kit.run_tokenizers import (
 
 PROTOCOL_VERSION = 1  # raise it when peers of two releases can no longer average with each other
 
+Caption = Annotated[str, Field(min_length=3, max_length=200)]
 Codec = Literal["none", "float16", "uniform8", "blockwise8"]  # swarm/codec.py has them
 
 
@@ -92,6 +93,7 @@ class AuthorityConfig(BaseModel):
 
     url: str = Field(max_length=500, pattern=r"^https?://")
     public_key: str = Field(max_length=4000)
+    organization: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")  # on the Hub; its members join
 
 
 class RunConfig(BaseModel):
@@ -109,8 +111,10 @@ class RunConfig(BaseModel):
     optimizer: OptimizerConfig
     target_batch_size: int = Field(ge=1, le=2**24)  # samples, of all peers together, that make one epoch
     swarm: SwarmConfig = SwarmConfig()
-    initial_peers: tuple[str, ...] = ()  # multiaddrs; the only settings that may change during a run are
-    authority: AuthorityConfig | None = None  # these two: they say where the run is, not what it is
+    captions: tuple[Caption, ...] = Field((), max_length=8)  # drawn now and then, for volunteers to see
+    help_url: str = Field("", max_length=500, pattern=r"^(https://\S+)?$")  # where volunteers find the host
+    initial_peers: tuple[str, ...] = ()  # multiaddrs; what may change during a run is this and
+    authority: AuthorityConfig | None = None  # what stands around it: where the run is, not what it is
 
     @field_validator("model", mode="before")
     @classmethod

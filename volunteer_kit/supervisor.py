@@ -13,18 +13,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from volunteer_kit.process_group import kill_all, wait_for_exit
-from volunteer_kit.training.protocol import FinishAt, Leave, WorkerSpec, parse_event
+from volunteer_kit.training.protocol import OFFLINE, REFUSED, RENEW, FinishAt, Leave, WorkerSpec, parse_event
 
 Event = dict[str, Any]
 
-FATAL = 2  # exit code of a worker that told its error in words: the same input would fail again
 QUEUE_LIMIT = 10_000  # events; beyond it the frequent ones are dropped, for a caller that never reads
 LINE_LIMIT = 2**20  # bytes; longer output is no event
 LOGGED = 2000  # bytes of a line of output that is no event
@@ -38,8 +36,9 @@ _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 class Supervisor:
     """One worker process at a time, for as long as it takes.
 
+    :param spec: what it is to do; None: it starts, loads its libraries and waits for begin()
     :param log_path: the worker's stderr and whatever it prints that is no event are appended here.
-    :param restart: start the worker again after a crash (any exit code but 0 and 2).
+    :param restart: start the worker again after a crash, and as often as the line is dead.
     :param max_restarts: crashes in a row without one applied epoch between them before giving up.
     :param module: what `python -m` runs.
     :param backoff: s before the first restart; doubles with each crash in a row, up to a minute.
@@ -54,7 +53,7 @@ class Supervisor:
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: WorkerSpec | None,
         *,
         log_path: str | Path,
         restart: bool = True,
@@ -68,6 +67,7 @@ class Supervisor:
         self.exit_code: int | None = None  # of the last worker that ended; negative: killed by that signal
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: nothing comes any more
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # cuts the wait before a restart short
+        self._specs: queue.SimpleQueue[WorkerSpec | None] = queue.SimpleQueue()  # of begin(); None: there will be none
         self._process: subprocess.Popen[bytes] | None = None
         self._process_lock = threading.Lock()  # guards _process: no signal to a pid that was given back
         self._write_lock = threading.Lock()  # one line at a time into the worker's stdin
@@ -79,6 +79,7 @@ class Supervisor:
         self._error = ""  # the newest "error" event's message
         self._samples = (0, 0)  # of workers that have ended, of the present one; replaced as a whole
         self._progressed = False  # the present worker took part in an epoch
+        self._connected = False  # some worker has met the swarm
 
     # what it is doing -------------------------------------------------------------------------------
 
@@ -122,6 +123,10 @@ class Supervisor:
         _live.add(self)
         self._thread.start()
 
+    def begin(self, spec: WorkerSpec) -> None:
+        """What the worker is to do, if that was not known before."""
+        self._specs.put(spec)
+
     def send(self, command: FinishAt | Leave) -> bool:
         """Pass a command to the worker; False if there is none to take it. FinishAt is repeated after a restart."""
         if isinstance(command, FinishAt):
@@ -161,34 +166,6 @@ class Supervisor:
         self._signal(signal.SIGKILL)
         self._wait_until_done(30.0)
 
-    def run_until_done(self, on_event: Callable[[Event], object], leave_timeout: float = 30.0) -> int | None:
-        """Hand each event to `on_event` until the worker has ended for good; returns the last exit code.
-
-        The first KeyboardInterrupt (Ctrl-C, a notebook's stop button) or SIGTERM lets the worker leave gracefully,
-        its last events still arriving; the second ends everything at once. Neither is raised again. Whatever
-        `on_event` raises is, after the worker has left. Starts the worker if that was not done.
-        """
-        interrupts = 0
-        with sigterm_as_interrupt():
-            try:
-                if self._thread is None:
-                    self.start()
-                while interrupts < 2:
-                    try:
-                        if interrupts:
-                            self.begin_leave(leave_timeout)
-                        while (event := self.next_event()) is not None:
-                            on_event(event)
-                        break
-                    except KeyboardInterrupt:
-                        interrupts += 1
-            except Exception:
-                self.leave(leave_timeout)
-                raise
-            finally:
-                self.close()
-        return self.exit_code
-
     def __enter__(self) -> Supervisor:
         self.start()
         return self
@@ -211,13 +188,16 @@ class Supervisor:
                 self._progressed, self._error = False, ""
                 if not self._run_worker() or self.exit_code == 0 or self._stopping:
                     return
+                if self.exit_code == RENEW and self._progressed:
+                    continue
                 crashes = 1 if self._progressed else crashes + 1
-                if self.exit_code == FATAL or not self.restart or crashes > self.max_restarts:
+                if not self._may_come_back(crashes):
                     self._tell("gave_up", message=self._why_given_up(crashes))
                     return
-                delay = min(MAX_BACKOFF, self.backoff * 2 ** (crashes - 1))
+                delay = min(MAX_BACKOFF, self.backoff * 2 ** (min(crashes, 10) - 1))
                 self.restarts += 1
-                message = f"The worker ended ({self._how_ended()}); starting it again in {delay:.0f} s."
+                how = self._how_ended()
+                message = f"{how[0].upper()}{how[1:]}; the worker starts again in {delay:.0f} s."
                 self._tell("restarting", delay=delay, message=message)
                 with suppress(queue.Empty):
                     self._wake.get(timeout=delay)
@@ -225,6 +205,12 @@ class Supervisor:
             self._done = True
             self._events.put(None)
             self._until_done.release()
+
+    def _may_come_back(self, crashes: int) -> bool:
+        """A line that was there once is waited for as long as it takes; what crashes again and again is not."""
+        if not self.restart or self.exit_code == REFUSED:
+            return False
+        return self._connected if self.exit_code == OFFLINE else crashes <= self.max_restarts
 
     def _run_worker(self) -> bool:
         """One worker from start to end, its remains included. False if it was not to be started any more."""
@@ -240,7 +226,11 @@ class Supervisor:
                     return True
             reader = threading.Thread(target=self._read, args=(process, log), name="worker events", daemon=True)
             reader.start()
-            self._write(self.spec.model_dump_json(), wait=True)
+            self.spec = self.spec or self._specs.get()
+            if self.spec is None:
+                self._signal(signal.SIGKILL)
+            else:
+                self._write(self.spec.model_dump_json(), wait=True)
             if self._finish:
                 self._write(self._finish.model_dump_json())
             if self._stopping:
@@ -299,6 +289,7 @@ class Supervisor:
             before, now = self._samples
             self._samples = (before, max(now, total))
         self._progressed |= kind == "epoch"
+        self._connected |= kind == "state_loaded"
         if kind == "error":
             self._error = str(event.get("message", ""))
         if self._events.qsize() < QUEUE_LIMIT or kind not in ("step", "skipped"):
@@ -314,12 +305,14 @@ class Supervisor:
         code = self.exit_code
         if code is None:
             return self._error or "it could not be started"
+        if code == OFFLINE:
+            return "nobody could be reached"
         if code == -signal.SIGKILL:
-            return "killed by SIGKILL, often the system's answer to a lack of memory"
-        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+            return "it was killed (SIGKILL), often the system's answer to a lack of memory"
+        return f"it ended with exit code {code}" if code >= 0 else f"it was killed by signal {-code}"
 
     def _why_given_up(self, crashes: int) -> str:
-        if self.exit_code == FATAL:
+        if self.exit_code in (REFUSED, OFFLINE):
             return self._error or f"The worker refused to go on. {self.log_path} ends with:\n{self._log_end()}"
         often = f"{crashes} times in a row" if crashes > 1 else "once, and restarting is switched off"
         return (
@@ -363,6 +356,7 @@ class Supervisor:
     def _stop_restarting(self) -> None:
         self._stopping = True
         self._wake.put(None)
+        self._specs.put(None)
 
     def _escalate(self, timeout: float) -> None:
         self._write(Leave().model_dump_json())
@@ -377,23 +371,6 @@ class Supervisor:
         if not self._done and self._until_done.acquire(timeout=timeout):
             self._until_done.release()
         return self._done
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt; without effect outside the main thread, where none can arrive."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _let_go_of_pipes() -> None:

@@ -2,7 +2,7 @@
 
 It is a process of its own because hivemind ignores Ctrl-C where it builds an Optimizer, needs the main thread, and
 grows in memory over hours. stdin: a WorkerSpec, then commands. stdout: events, one a line. stderr: logs.
-Exit codes: 0 left, 2 told an error that a restart would not mend, anything else a crash.
+Exit codes are in training/protocol.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,21 @@ import threading
 import traceback
 from typing import Any
 
-from volunteer_kit.training.protocol import FinishAt, Leave, WorkerSpec, dump_event, parse_command
+from pydantic import ValidationError
+
+from volunteer_kit.training.protocol import (
+    OFFLINE,
+    REFUSED,
+    RENEW,
+    FinishAt,
+    Leave,
+    WorkerSpec,
+    dump_event,
+    parse_command,
+)
 
 INSTALL = "pip install -U volunteer-kit"
+PATIENCE = 45.0  # s for the worker of a kernel that was killed to say goodbye
 
 
 class Voice:
@@ -72,38 +84,48 @@ class Orders:
 def main() -> int:
     """Read the spec, train until told otherwise. :returns: the exit code."""
     voice, stdin = Voice(), own_stdin()
-    try:
-        spec = WorkerSpec.model_validate_json(stdin.readline())
-    except ValueError as e:
-        voice("error", kind="spec", message=f"The worker was started with a specification it cannot read: {e}")
-        return 2
-    voice("starting", pid=os.getpid(), name=spec.name)
-    orders = Orders(stdin)
-    try:
+    try:  # takes seconds, in which the volunteer may still be reading what it is all about
+        from volunteer_kit.auth.process_token import keep_token
         from volunteer_kit.data.errors import DataError
+        from volunteer_kit.home import Home
         from volunteer_kit.run_reader import RunError
-        from volunteer_kit.worker_session import Session
+        from volunteer_kit.session import Renew, Session
     except ImportError as e:
         voice("error", kind="install", message=f"The kit is not installed completely: {e}\nInstall it again: {INSTALL}")
-        return 2
+        return REFUSED
+    line = stdin.readline()
+    if not line:  # the volunteer thought better of it
+        return 0
+    try:
+        spec = WorkerSpec.model_validate_json(line)
+    except ValueError as e:
+        count = e.error_count() if isinstance(e, ValidationError) else 1  # its text would repeat the token
+        voice("error", kind="spec", message=f"The worker was started with a specification it cannot read ({count}).")
+        return REFUSED
+    voice("starting", pid=os.getpid(), name=spec.name)
+    orders = Orders(stdin)
+    keep_token(spec.hf_token)
+    home = Home(spec.home) if spec.home else None
+    if home and not home.lock("worker", patience=PATIENCE):
+        voice("error", kind="home", message=f"Another worker holds {home.path}, and does not end: see `ps x`.")
+        return REFUSED
     try:
         session = Session(spec, voice)
     except (RunError, OSError, ImportError) as e:
         # these say in plain words what to do; OSError includes SwarmError, DataError and CheckpointError
         traceback.print_exc()
-        has_read = bool(spec.stream_path) and os.path.exists(spec.stream_path)
-        if isinstance(e, DataError) and has_read:  # what could be read before the restart can come back
-            voice("warning", kind="DataError", message=str(e))
-            return 1
-        voice("error", kind=getattr(e, "kind", type(e).__name__), message=str(e))
-        return 2
+        kind = getattr(e, "kind", type(e).__name__)
+        voice("error", kind=kind, message=str(e))
+        return OFFLINE if isinstance(e, DataError) or kind == "dead_peers" else REFUSED
     try:
         session.train(orders)
         return 0
+    except Renew:
+        return RENEW
     except OSError as e:  # what was there an hour ago can come back: the supervisor starts us again, with patience
         traceback.print_exc()
         voice("warning", kind=type(e).__name__, message=str(e))
-        return 1
+        return OFFLINE if isinstance(e, (DataError, ConnectionError)) else 1
     finally:
         session.close()
 

@@ -22,8 +22,8 @@ from volunteer_kit.checkpoint import Checkpoint
 from volunteer_kit.demo.state import DemoState, first_and_last_loss
 from volunteer_kit.demo.swarm import DemoError, DemoSwarm
 from volunteer_kit.demo.view import View, counted, duration, make_view
+from volunteer_kit.process_group import sigterm_as_interrupt
 from volunteer_kit.runs import RunConfig, load_run, require_ready, with_data
-from volunteer_kit.supervisor import sigterm_as_interrupt
 
 __all__ = ["DemoError", "run_demo"]
 

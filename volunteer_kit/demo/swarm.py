@@ -149,14 +149,13 @@ class DemoSwarm:
         home = self._home(index)
         home.mkdir(parents=True)
         spec = WorkerSpec(
-            run=self.config.model_dump(mode="json"),
+            run=self.config.model_dump(mode="json") | {"captions": []},  # drawn once, at the end
             name=name,
             initial_peers=self._maddrs,
             host_maddrs=[LOOPBACK],
-            identity_path=str(home / "identity.key"),
             client_mode=False,
             checkpoint_dir=str(home / "checkpoints"),
-            stream_path=str(home / "stream.json"),
+            home=str(home),
             batch_size=self.batch_size,
             threads=self.threads,
             peer_seed=index,

@@ -13,6 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+# Exit codes of a worker, beside 0 (it has left) and those of crashes:
+REFUSED = 2  # it told an error that a restart would not mend
+OFFLINE = 69  # nobody can be reached; what was there before may come back
+RENEW = 75  # nothing is wrong, it wants to begin afresh
+
 
 class WorkerSpec(BaseModel):
     """All that one worker process needs: the run (what peers share) and this machine's own choices."""
@@ -27,10 +32,15 @@ class WorkerSpec(BaseModel):
     identity_path: str | None = None  # a file: the same peer id after a restart
     client_mode: bool | None = None  # None: find out whether others can reach this machine
     checkpoint_dir: str | None = None
-    stream_path: str | None = None  # a file: where the stream was at the last global step, to go on after a restart
+    home: str | None = None  # a folder (home.py): what a restart goes on from
     resume: bool = True  # start from the newest good checkpoint in checkpoint_dir, if there is one
     batch_size: int | None = None  # microbatch; None: the device plan's
     threads: int | None = None  # CPU threads for torch; None: the device plan's
+    peers_on_machine: int = 1  # volunteers that share this machine's cores and memory
+    max_mbps: float | None = Field(None, gt=0)  # Mbit/s, each way
+    renew_above_gb: float | None = Field(None, gt=0)  # memory of all processes; None: by its growth
+    finish_at: int | None = None  # as FinishAt; a run's last epoch
+    hf_token: str | None = Field(None, repr=False)  # for gated data sets and the authority; only in this pipe
     peer_seed: int = 0  # decorrelates what peers read; a random number per volunteer is right
     startup_timeout: float = 90.0  # s; p2pd alone needs more than 15 s on a busy Colab VM
 
@@ -61,16 +71,26 @@ def parse_command(line: str | bytes) -> FinishAt | Leave:
 EVENTS: dict[str, tuple[str, ...]] = {
     "starting": ("pid", "name"),
     "device": ("device", "batch_size", "precision", "threads", "why"),
+    "plan": ("batch_size", "checkpointing", "why"),  # the tuner has settled, or had to think again
     "connected": ("peer_id", "maddrs", "client_mode"),
+    "downloading": ("done", "total"),  # bytes of the training state
     "state_loaded": ("epoch", "source"),  # source: "peers" | "checkpoint" | "new"
     "step": ("epoch", "samples", "samples_per_second", "loss", "num_peers", "swarm_samples", "target_batch_size"),
+    "averaging": ("num_peers",),  # a round begins
     # one an applied global step: `samples` of this peer entered it; `loss` is their mean; `received`: 1.0 = all parts
     "epoch": ("epoch", "samples", "total_samples", "loss", "group_size", "received", "seconds", "sent_bytes"),
+    "totals": ("samples", "epochs", "seconds"),  # of all stays of this machine in this run
+    "swarm": ("num_peers", "rank", "share", "samples_per_second"),  # who is here, by their own account
+    "traffic": ("sent", "received"),  # bytes since this process began
+    "cut_off": ("reason",),  # nobody can be reached; nothing is counted until "back"
+    "back": (),
+    "pictures": ("epoch", "pictures"),  # [{"caption", "path"}], drawn by the run's model
     "skipped": ("counts",),  # records of the stream left out, and leases lost, by cause; cumulative
     "warning": ("kind", "message"),
     "error": ("kind", "message"),  # in plain words; the process ends with exit code 2 and must not be restarted as is
     "checkpoint": ("path", "epoch"),
-    "finished": ("epoch", "path", "total_samples"),  # after finish_at: saved, still sharing its state
+    "renewing": ("message",),  # the process ends with exit code 75, to be started afresh
+    "finished": ("epoch", "path", "total_samples"),  # the run's last epoch, or finish_at's: saved, still sharing
     "left": ("total_samples", "epochs"),
 }
 

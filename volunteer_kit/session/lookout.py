@@ -1,0 +1,133 @@
+"""Looking around while the loop trains: who is here, what the network took, how far the memory has grown."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from volunteer_kit.session import Session
+
+LOOK_EVERY = 2.0  # s
+GIVE_UP_AFTER = 180.0  # s without anybody
+SWARM_EVERY = 15.0  # s between looks at the others' records, as often as they write them
+MEMORY_EVERY = 30.0  # s; adding it up takes a tenth of a second
+SETTLED_AFTER = 300.0  # s from which on memory should no longer grow
+RENEW_AFTER = 1800.0  # s that a process lives at least, or its memory is not what grows
+GROWTH, SLACK_GB = 1.5, 0.5  # times what it was when it had settled, and this more
+
+
+class Lookout:
+    """A thread of its own: the others' records can take seconds to come.
+
+    `must_dial_anew`: the line is dead, and has been for so long that the peer may not find back by itself.
+    `why_renew`: the reason why the process should begin afresh between two global steps, "" while there is none.
+    """
+
+    def __init__(self, session: Session):
+        self.why_renew, self.must_dial_anew = "", False
+        self._session = session
+        self._began = time.monotonic()
+        self._swarm_at = self._memory_at = float("-inf")
+        self._settled_gb: float | None = None
+        self._cut_off: str | None = None
+        self._traffic, self._counts = (-1, -1), False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            now = time.monotonic()
+            self._look_at_the_line()
+            if now - self._memory_at >= MEMORY_EVERY:
+                self._memory_at = now
+                self._look_at_memory(now - self._began)
+            began_to_count = self._session.totals.samples > 0 and not self._counts
+            if began_to_count or now - self._swarm_at >= SWARM_EVERY:
+                self._counts = self._session.totals.samples > 0
+                self._swarm_at = now
+                self._look_at_the_others()
+            self._stop.wait(LOOK_EVERY)
+
+    def _look_at_the_line(self) -> None:
+        emit, optimizer = self._session.emit, self._session.optimizer
+        if optimizer.cut_off_for > GIVE_UP_AFTER:
+            self.must_dial_anew = True
+        sent, received = optimizer.traffic()
+        if (sent, received) != self._traffic:
+            self._traffic = sent, received
+            emit("traffic", sent=sent, received=received)
+        reason, before = optimizer.cut_off, self._cut_off
+        self._cut_off = reason
+        if reason and not before:
+            emit("cut_off", reason=reason)
+        elif before and not reason:
+            emit("back")
+
+    def _look_at_the_others(self) -> None:
+        session = self._session
+        records = session.board.fetch()
+        records.pop(session.peer.peer_id, None)
+        others = [record for record in records.values() if record.fingerprint == session.run.fingerprint]
+        samples, speed = session.totals.samples, session.speed
+        total = samples + sum(record.total_samples for record in others)
+        session.emit(
+            "swarm",
+            num_peers=1 + len(others),
+            rank=1 + sum(record.total_samples > samples for record in others),
+            share=samples / total if samples else None,
+            samples_per_second=round(speed + sum(record.samples_per_second for record in others), 3),
+        )
+        if session.home and (known := session.optimizer.reach.known_peers()):
+            try:
+                session.home.save_known_peers(known)
+            except OSError:  # only a convenience for after a restart
+                pass
+
+    def _look_at_memory(self, age: float) -> None:
+        held = memory_gb()
+        limit = self._session.spec.renew_above_gb
+        if limit is not None:
+            grown = held > limit
+        else:
+            if self._settled_gb is None and age >= SETTLED_AFTER:
+                self._settled_gb = held
+            grown = should_renew(held, self._settled_gb, psutil.virtual_memory(), age)
+        if grown and not self.why_renew:
+            self.why_renew = (
+                f"The worker holds {held:.1f} GB of memory by now; it begins afresh after this step. Nothing is lost."
+            )
+
+
+def should_renew(held: float, settled: float | None, machine, age: float) -> bool:
+    """Has a process that held `settled` GB grown so far that it should begin afresh?
+
+    :param machine: psutil's virtual_memory()
+    :param age: s
+    """
+    if settled is None or age < RENEW_AFTER:
+        return False
+    is_tight = machine.available < 0.08 * machine.total and held > 1.2 * settled
+    return is_tight or held > GROWTH * settled + SLACK_GB
+
+
+def memory_gb() -> float:
+    """Memory of this process and its children, pages that several share counted once (Linux: PSS)."""
+    own = psutil.Process(os.getpid())
+    total = 0
+    for process in (own, *own.children(recursive=True)):
+        try:
+            full = process.memory_full_info()
+            total += getattr(full, "pss", full.rss)
+        except psutil.Error:
+            continue
+    return total / 1e9
