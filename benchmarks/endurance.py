@@ -1,0 +1,170 @@
+"""A swarm that is plagued for 20 minutes: lines cut, workers killed, machines suspended, memory running out, the host
+dead. Nobody does anything about it.
+
+    python benchmarks/endurance.py --minutes 20
+
+A host and three volunteers, the real join_swarm(), each on a network namespace of its own (needs root and iproute2).
+Two are plagued in turn; the third is left in peace, and its memory is watched. A fault counts as recovered when
+samples of the plagued one have entered a global step again after it was over. samples_lost: samples that a volunteer
+was shown as counted and that were gone later, from his screen, from his totals, or because the step that held them was
+his alone while the others took another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+RECOVER_WITHIN = 180.0  # s after a fault is over
+BREATHER = 12.0  # s of peace between two faults
+FAULTS = 12  # at least
+SETTLED = 240.0  # s from which on memory is watched
+KINDS = ("cut 20 s", "kill", "memory", "host dead 60 s", "suspend 30 s", "cut 75 s", "kill without host")
+
+
+@dataclass
+class Fault:
+    kind: str
+    victim: int
+    seconds: float = 0.0  # from its end to the next sample that counted
+    recovered: bool = False
+
+
+def main(minutes: float) -> int:
+    from endurance_parts.memory import Watch
+    from endurance_parts.swarm import Host, Volunteer, wait_until
+
+    from tests.network import Network
+    from volunteer_kit.runs import load_run
+
+    console, faults = Console(), []
+    with tempfile.TemporaryDirectory(prefix="volunteer-kit-endurance-") as folder, Network(4) as net:
+        scratch, run = Path(folder), Path(folder) / "run.yaml"
+        values = load_run("demo").model_dump(mode="json") | {"run_id": "endurance", "captions": []}
+        values["optimizer"] |= {"total_epochs": 100_000, "lr": 1e-3}
+        run.write_text(json.dumps(values))
+        host = Host(net, run, scratch)
+        volunteers = [Volunteer(net, number, run, scratch) for number in (2, 3, 4)]
+        try:
+            run.write_text(json.dumps(values | {"initial_peers": [host.start()]}))
+            for volunteer in volunteers:
+                volunteer.start()
+            if not wait_until(lambda: all(v.shown["samples"] for v in volunteers)):
+                sys.exit(f"The swarm did not start: {[v.shown for v in volunteers]}; logs were in {scratch}")
+            console.print("Three volunteers train. The faults begin.")
+            watch = Watch(volunteers[2], after=min(SETTLED, 15 * minutes))
+            ends = time.monotonic() + 60 * minutes
+            while time.monotonic() < ends or len(faults) < FAULTS:
+                kind, victim = KINDS[len(faults) % len(KINDS)], volunteers[len(faults) % 2]
+                fault = Fault(kind, victim.number)
+                faults.append(fault)
+                strike(kind, net, host, victim)
+                over, had = time.monotonic(), victim.shown["samples"]
+                fault.recovered = wait_until(lambda v=victim, n=had: v.shown["samples"] > n, RECOVER_WITHIN)
+                fault.seconds = time.monotonic() - over
+                how = f"back after {fault.seconds:.0f} s" if fault.recovered else f"NOT back: {victim.states[-3:]}"
+                console.print(f"{len(faults):2d}. volunteer {victim.number - 1}: {kind}: {how}")
+                time.sleep(BREATHER)
+            watch.stop()
+            manual = sum(volunteer.has_ended for volunteer in volunteers)
+            for volunteer in volunteers:
+                volunteer.end()
+            lost = sum(losses(volunteer, volunteers) for volunteer in volunteers)
+            counted = {v.number - 1: v.shown["samples"] for v in volunteers}
+        finally:
+            for machine in (*volunteers, host):
+                machine.signal_all(signal.SIGCONT)
+                machine.end(20)
+    return report(console, faults, lost, manual, counted, watch)
+
+
+def strike(kind: str, net, host, victim) -> None:
+    """One fault, from its beginning to its end."""
+    if kind.startswith("cut"):
+        net.cut(victim.number)
+        time.sleep(float(kind.split()[1]))
+        net.mend(victim.number)
+    elif kind == "suspend 30 s":
+        victim.signal_all(signal.SIGSTOP)
+        time.sleep(30)
+        victim.signal_all(signal.SIGCONT)
+    elif kind == "memory":
+        signal_worker(victim, signal.SIGUSR1)
+    elif kind == "kill":
+        signal_worker(victim, signal.SIGKILL)
+    else:  # the host dies; one worker may be killed meanwhile, and has to find back without it
+        host.signal_all(signal.SIGKILL)
+        if kind == "kill without host":
+            signal_worker(victim, signal.SIGKILL)
+            had = victim.shown["samples"]
+            time.sleep(90)
+            if victim.shown["samples"] <= had:
+                print(f"volunteer {victim.number - 1} did not find back without the host", file=sys.stderr)
+        else:
+            time.sleep(60)
+        host.start()
+
+
+def signal_worker(victim, number: int) -> None:
+    import os
+
+    from endurance_parts.swarm import wait_until
+
+    wait_until(lambda: victim.shown["pid"] is not None)
+    os.kill(victim.shown["pid"], number)
+
+
+def losses(volunteer, volunteers) -> int:
+    """Samples that were counted and are in nobody else's model."""
+    saved = json.loads((volunteer.home / "totals.json").read_text())["samples"]
+    lost = volunteer.lost + max(0, volunteer.shown["samples"] - saved)
+    shared = {e["epoch"] for other in volunteers if other is not volunteer for e in other.events("epoch")}
+    for event in volunteer.events("epoch"):
+        if event["samples"] and event["group_size"] == 1 and event["epoch"] in shared:
+            lost += event["samples"]
+    return lost
+
+
+def report(console: Console, faults: list[Fault], lost: int, manual: int, counted: dict, watch) -> int:
+    table = Table("fault", "times", "recovered", "back after (median)", title="Faults")
+    for kind in KINDS:
+        those = [fault for fault in faults if fault.kind == kind]
+        if those:
+            seconds = sorted(fault.seconds for fault in those)[len(those) // 2]
+            good = sum(fault.recovered for fault in those)
+            table.add_row(kind, str(len(those)), str(good), f"{seconds:.0f} s")
+    console.print(table)
+    slope, low, high = watch.slope()
+    console.print(f"Samples counted: {counted}; memory of the third: {watch.last / 1e6:,.0f} MB at the end")
+    figures = {
+        "faults": len(faults),
+        "recovered_all": all(fault.recovered for fault in faults),
+        "samples_lost": lost,
+        "manual_actions": manual,
+        "rss_slope_mb_per_h": round(slope, 1),
+        "rss_slope_low": round(low, 1),
+        "rss_slope_high": round(high, 1),
+        "slowest_recovery_s": round(max(fault.seconds for fault in faults), 1),
+    }
+    print(json.dumps(figures))
+    good = figures["recovered_all"] and len(faults) >= FAULTS and not lost and not manual
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves nothing behind
+    sys.exit(main(parser.parse_args().minutes))

@@ -1,0 +1,286 @@
+"""Joining over a home link: how long until the first microbatch, beside what the line alone would take.
+
+    python benchmarks/join_parts/link.py [--run dalle-laion] [--down 20] [--up 10] [--rtt 40]
+
+A donor and a joiner, each with the run's whole model and optimizer, live in network namespaces that this program makes
+and removes (it takes root); the line between them is shaped to the joiner's Mbit/s. The donor has taken one step, so
+there is a state to take. Data are random codes: what is measured is the way of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+HOSTS = {"donor": "10.78.0.1", "joiner": "10.78.0.2"}
+PATIENCE = 1200.0  # s for everything
+BURST = "64kb"  # what the shaper lets through at once, a packet as large as the kernel makes them
+
+
+# --- the line ---
+
+
+class Line:
+    """Two namespaces with one line between them.
+
+    :param down: Mbit/s to the joiner; `up`: from it
+    :param rtt: ms that packets are held on their way there and back. Where the kernel has no netem there is none, and
+        `delayed` is False
+    """
+
+    def __init__(self, down: float, up: float, rtt: float):
+        self.rates, self.rtt, self.delayed = {"donor": down, "joiner": up}, rtt, False
+        self.names = {role: f"link-{os.getpid()}-{role}" for role in HOSTS}
+
+    def __enter__(self) -> Line:
+        for name in self.names.values():
+            ip("netns", "add", name)
+        donor, joiner = self.names.values()
+        ip("-n", donor, "link", "add", "line", "type", "veth", "peer", "name", "line", "netns", joiner)
+        for role, name in self.names.items():
+            ip("-n", name, "addr", "add", f"{HOSTS[role]}/24", "dev", "line")
+            for device in ("lo", "line"):
+                ip("-n", name, "link", "set", device, "up")
+            self._shape(name, self.rates[role])
+        return self
+
+    def _shape(self, name: str, mbps: float) -> None:
+        at = ["root"]
+        if self.rtt:
+            delay = ["root", "handle", "1:", "netem", "delay", f"{self.rtt / 2:g}ms", "limit", "10000"]
+            done = subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "line", *delay], capture_output=True)
+            self.delayed = done.returncode == 0
+            at = ["parent", "1:", "handle", "2:"] if self.delayed else at
+        shaper = ["tbf", "rate", f"{mbps:g}mbit", "burst", BURST, "latency", "200ms"]
+        run("tc", "-n", name, "qdisc", "add", "dev", "line", *at, *shaper)
+
+    def __exit__(self, *_) -> None:
+        for name in self.names.values():
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def ip(*words: str) -> None:
+    run("ip", *words)
+
+
+def run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}: {done.stderr.strip()}\nShaping a line takes root and iproute2.")
+
+
+# --- a peer, in a process of its own ---
+
+
+def be_peer(role: str, run_name: str, initial_peers: list[str]) -> None:
+    """One JSON event a line: "connected" (the donor's addresses), "parameters", "microbatch", "statistics", "ready"."""
+    from volunteer_kit.runs import build_model, build_optimizer, build_param_groups, load_run
+    from volunteer_kit.session.options import swarm_options
+    from volunteer_kit.swarm.optimizer import SwarmOptimizer
+    from volunteer_kit.swarm.peer import PeerConfig, start_peer
+    from volunteer_kit.swarm.state import digest
+
+    config = load_run(run_name)
+    model = build_model(config)
+    groups = build_param_groups(config, model)
+    make_optimizer, make_scheduler = build_optimizer(config)
+    started, lock = time.monotonic(), threading.Lock()
+
+    def say(event: str, **fields) -> None:
+        with lock:
+            print(json.dumps({"event": event, "seconds": time.monotonic() - started, **fields}), flush=True)
+
+    maddrs = [f"/ip4/{HOSTS[role]}/tcp/0"]
+    peer = start_peer(PeerConfig(initial_peers=initial_peers, host_maddrs=maddrs, client_mode=role == "joiner"))
+    say("connected", maddrs=peer.visible_maddrs(), rtt=round_trip(initial_peers))
+    options = replace(swarm_options(config), max_samples_per_second=1e6)  # the donor's one step counts thousands
+    optimizer = SwarmOptimizer(
+        peer=peer, options=options, params=groups, optimizer=make_optimizer, scheduler=make_scheduler
+    )
+    sizes = optimizer.state_averager.state_sizes()
+    parameters = optimizer.state_averager.num_parameters
+    if role == "donor":
+        step_once(optimizer, options.target_batch_size)
+        say("ready", digest=digest(optimizer.training_state()), epoch=optimizer.local_epoch)
+    else:
+        optimizer.on_download = tenths(say)
+        taken = optimizer.join(patience=PATIENCE)
+        say("parameters", taken=taken, bytes=sum(sizes[:parameters]), all_bytes=sum(sizes))
+        watch = threading.Thread(target=await_complete, args=(optimizer, say))
+        watch.start()
+        say("microbatch")
+        seconds = compute_microbatch(model, config)
+        say("computed", took=seconds, was_complete=optimizer.complete)
+        watch.join()
+        say(
+            "finished",
+            digest=digest(optimizer.training_state()),
+            traffic=optimizer.traffic(),
+        )
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), ended.set()), daemon=True).start()
+    while not ended.wait(1.0):  # whoever has no new samples is soon taken for gone
+        optimizer.tracker.report_local_progress(optimizer.local_epoch, samples_accumulated=1)
+    optimizer.shutdown()
+    peer.shutdown()
+
+
+def step_once(optimizer, samples: int) -> None:
+    """A global step alone, on gradients out of nowhere."""
+    import torch
+
+    torch.manual_seed(0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn_like(parameter).mul_(1e-3)
+    while optimizer.local_epoch == 0:
+        optimizer.step(batch_size=samples)
+    optimizer.settle()
+
+
+def compute_microbatch(model, config) -> float:
+    """Forward and backward of one sample of random codes. :returns: s."""
+    import torch
+
+    started, shape = time.monotonic(), config.model
+    text = torch.randint(1, shape.num_text_tokens, (1, shape.text_seq_len))  # (B, T)
+    codes = torch.randint(0, shape.num_image_tokens, (1, shape.image_seq_len))  # (B, I)
+    model(text, codes).loss.backward()
+    return time.monotonic() - started
+
+
+def await_complete(optimizer, say: Callable) -> None:
+    while not optimizer.complete:
+        time.sleep(0.05)
+    say("statistics")
+
+
+def tenths(say: Callable) -> Callable[[int, int], None]:
+    last = -1
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if (tenth := 10 * done // total) > last:
+            last = tenth
+            say("downloaded", share=done / total)
+
+    return tell
+
+
+def round_trip(maddrs: list[str]) -> float | None:
+    """ms to open a TCP connection, the least of five."""
+    if not maddrs:
+        return None
+    _, _, host, _, port, *_ = maddrs[0].split("/")
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        socket.create_connection((host, int(port)), timeout=5).close()
+        times.append(time.perf_counter() - started)
+    return 1000 * min(times)
+
+
+# --- both ---
+
+
+class PeerProcess:
+    """A peer on its side of the line, and what it says."""
+
+    def __init__(self, line: Line, role: str, run_name: str, initial_peers: list[str]):
+        arguments = ["--role", role, "--run", run_name, "--peers", *initial_peers]
+        self.role, self.said = role, {}
+        self.process = subprocess.Popen(
+            ["ip", "netns", "exec", line.names[role], sys.executable, __file__, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def wait_for(self, name: str) -> dict:
+        for text in self.process.stdout:
+            if not text.startswith("{"):
+                continue
+            event = self.said[json.loads(text)["event"]] = json.loads(text)
+            print(f"{event['seconds']:7.1f} s  {self.role}: {describe(event)}")
+            if event["event"] == name:
+                return event
+        raise SystemExit(f"the {self.role} ended before it was {name}")
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def describe(event: dict) -> str:
+    words = {key: value for key, value in event.items() if key not in ("event", "seconds", "digest", "maddrs")}
+    return f"{event['event']} {words or ''}"
+
+
+def measure(run_name: str, down: float, up: float, rtt: float) -> dict:
+    """Join once. :returns: the figures of the last line."""
+    peers: list[PeerProcess] = []
+    with Line(down, up, rtt) as line:
+        alarm = threading.Timer(PATIENCE, lambda: [peer.process.kill() for peer in peers])
+        alarm.start()
+        try:
+            peers.append(donor := PeerProcess(line, "donor", run_name, []))
+            maddrs = [m for m in donor.wait_for("connected")["maddrs"] if HOSTS["donor"] in m]
+            held = donor.wait_for("ready")["digest"]
+            peers.append(joiner := PeerProcess(line, "joiner", run_name, maddrs))
+            joiner.wait_for("finished")
+        finally:
+            alarm.cancel()
+            for peer in reversed(peers):
+                peer.close()
+    return {"down_mbps": down, "up_mbps": up, **figures(joiner.said, down), "state_equal": is_equal(joiner, held)}
+
+
+def is_equal(joiner: PeerProcess, held: str) -> bool:
+    return joiner.said["parameters"]["taken"] and joiner.said["finished"]["digest"] == held
+
+
+def figures(said: dict[str, dict], down: float) -> dict[str, float | bool | None]:
+    sizes = said["parameters"]
+    floor, whole_floor = (size * 8e-6 / down for size in (sizes["bytes"], sizes["all_bytes"]))
+    return {
+        "rtt_ms": said["connected"]["rtt"],
+        "parameters_mb": sizes["bytes"] / 1e6,
+        "state_mb": sizes["all_bytes"] / 1e6,
+        "connected_s": said["connected"]["seconds"],
+        "join_s": said["microbatch"]["seconds"],
+        "floor_s": floor,
+        "over_floor": said["microbatch"]["seconds"] / floor,
+        "statistics_s": said["statistics"]["seconds"],
+        "statistics_floor_s": whole_floor,
+        "microbatch_beside_download": not said["computed"]["was_complete"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", default="dalle-laion", help="a run's name or file")
+    parser.add_argument("--down", type=float, default=20, help="Mbit/s to the joiner")
+    parser.add_argument("--up", type=float, default=10, help="Mbit/s from it")
+    parser.add_argument("--rtt", type=float, default=40, help="ms, where the kernel has netem")
+    parser.add_argument("--role", choices=HOSTS, help=argparse.SUPPRESS)
+    parser.add_argument("--peers", nargs="*", default=[], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role:
+        be_peer(options.role, options.run, options.peers)
+        return 0
+    found = measure(options.run, options.down, options.up, options.rtt)
+    print(json.dumps({key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in found.items()}))
+    return 0 if found["state_equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
