@@ -1,7 +1,7 @@
 # The verbs that a person and CI share. Everything starts from Python >= 3.10, make, gcc and git.
 #   make install     a virtual environment in .venv with the kit in it
 #   make demo        a bootstrap peer and three volunteers train together on this machine
-#   make test        the tests (minutes); make test-slow: the long ones
+#   make test        the tests (minutes); make test-slow: the long ones; make test-tpu: with torch_xla (7 GB, once)
 #   make check       ruff and the floors of the house (import-linter)
 #   make bench       every benchmark, one after another
 
@@ -15,7 +15,7 @@ TEST ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install demo test test-slow check bench clean
+.PHONY: install demo test test-slow test-tpu check bench clean
 
 install: $(STAMP)
 
@@ -40,6 +40,9 @@ test: install
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow $(TEST)
+
+test-tpu:
+	.ci/test-tpu $(TEST)
 
 check: install
 	$(VENV)/bin/ruff check .
