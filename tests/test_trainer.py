@@ -92,6 +92,7 @@ class AloneOptimizer:
         self.reports: deque[StepReport] = deque()
         self.story: list = []
         self.statistic = torch.zeros(3)
+        self.complete = True
         self.broken_at: int | None = None
 
     def zero_grad(self) -> None:

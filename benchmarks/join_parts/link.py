@@ -207,6 +207,7 @@ class PeerProcess:
             if not text.startswith("{"):
                 continue
             event = self.said[json.loads(text)["event"]] = json.loads(text)
+            self.said.setdefault(f"{event['event']} first", event)
             print(f"{event['seconds']:7.1f} s  {self.role}: {describe(event)}")
             if event["event"] == name:
                 return event
@@ -261,7 +262,7 @@ def figures(said: dict[str, dict], down: float) -> dict[str, float | bool | None
         "over_floor": said["microbatch"]["seconds"] / floor,
         "statistics_s": said["statistics"]["seconds"],
         "statistics_floor_s": whole_floor,
-        "microbatch_beside_download": not said["computed"]["was_complete"],
+        "download_began_s": said["downloaded first"]["seconds"],
     }
 
 

@@ -32,6 +32,8 @@ class KeepGoodState(Callback):
         self._good_epoch = 0
 
     def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None:
+        if not trainer.optimizer.complete:
+            return  # parameters and statistics of two moments would be no state to go back to
         state = trainer.optimizer.training_state()
         parameters = state[: len(trainer.optimizer.state_averager.main_parameters)]
         if (loss is not None and not math.isfinite(loss)) or not is_finite(parameters):

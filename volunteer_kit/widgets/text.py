@@ -67,7 +67,7 @@ class TextSurface:
         for when, text in progress.warnings:
             if when > self._warned:
                 self._warned = when
-                self._write(f"Warning: {words.plain(text)}")
+                self._write(f"Warning: {words.plain(text, words.LONGEST_WARNING)}")
 
 
 def status_line(progress: Progress) -> str:

@@ -12,6 +12,7 @@ from volunteer_kit.widgets.progress import Progress, State
 Tone = Literal["good", "busy", "still", "bad"]
 NOT_YET = "–"
 LONGEST = 300  # characters of anything that others wrote
+LONGEST_WARNING = 700  # with a path or two in it
 
 TONES: dict[State, Tone] = {
     "starting": "busy",
@@ -240,7 +241,7 @@ def loss_line(progress: Progress) -> str:
 def warnings(progress: Progress) -> list[str]:
     """Newest first, each with how long ago."""
     now = progress.updated or time.time()
-    return [f"{plain(text)} ({_ago(now - when)})" for when, text in reversed(progress.warnings)]
+    return [f"{plain(text, LONGEST_WARNING)} ({_ago(now - when)})" for when, text in reversed(progress.warnings)]
 
 
 def _ago(seconds: float) -> str:
