@@ -301,6 +301,7 @@ class Tab:
         self._choose("Settings", "Theme", f"JupyterLab {name.capitalize()}")
         light = "true" if name == "light" else "false"
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", light)
+        expect(self.page.locator("#jupyterlab-splash")).to_have_count(0)  # it covers the page for a second
 
     def _choose(self, *path: str) -> None:
         self.page.locator("#jp-MainMenu").get_by_text(path[0], exact=True).click()
