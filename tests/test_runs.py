@@ -25,7 +25,10 @@ from volunteer_kit.runs import (
     build_param_groups,
     build_stream,
     load_run,
+    parameters_of,
     require_data,
+    state_bytes,
+    step_bytes,
     with_data,
 )
 
@@ -349,3 +352,10 @@ def test_peers_with_other_seeds_read_other_samples():
     config = MINE
     keys = [build_stream(config, peer_seed=n).next_batch(8).text for n in (1, 1, 2)]
     assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])
+
+
+def test_what_a_newcomer_has_to_expect_of_his_line():
+    original = load_run("dalle-laion")
+    assert parameters_of(original) == 125_894_244
+    assert state_bytes(original) == pytest.approx(758.5e6, rel=0.01)  # as measured by benchmarks/join_parts/link.py
+    assert step_bytes(original) == 2 * 125_894_244

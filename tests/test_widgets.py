@@ -169,11 +169,12 @@ def test_platforms(monkeypatch, variable, name, says):
 
 
 def test_terms_say_what_runs_what_leaves_and_what_it_costs():
-    terms = Terms("demo", "A model.", max_hours=6, max_mbps=20, max_gb=1.5, download_gb=0.5, gb_per_hour=1.2, watts=90,
-                  checked_by="auth.example.org", platform=Platform("colab"))  # fmt: skip
+    terms = Terms("demo", "A model.", max_hours=6, max_mbps=20, max_gb=1.5, download_bytes=5e8, step_bytes=2.5e8,
+                  watts=90, checked_by="auth.example.org", platform=Platform("colab"))  # fmt: skip
     text = "\n".join(f"{heading}: {body}" for heading, body in terms.points())
     for part in ("IP address, which other peers see", "Never files", "username", "auth.example.org", "90 W of power",
-                 "0.5 GB to download", "6 h at most, 20 Mbit/s at most, 1.5 GB at most", "compute units"):  # fmt: skip
+                 "500 MB to download", "250 MB with each step",
+                 "6 h at most, 20 Mbit/s at most, 1.5 GB at most", "compute units"):  # fmt: skip
         assert part in text
     assert "max_hours" in dict(Terms("demo").points())["Limits"]
 

@@ -233,6 +233,23 @@ def build_model(config: RunConfig) -> Dalle:
         return Dalle(config.model)
 
 
+def parameters_of(config: RunConfig) -> int:
+    """How many numbers the run's model learns; takes no memory."""
+    with torch.device("meta"):
+        return Dalle(config.model).num_parameters()
+
+
+def state_bytes(config: RunConfig) -> int:
+    """What a newcomer downloads: parameters in fp32, and the optimizer's two statistics of each."""
+    return parameters_of(config) * (4 + config.optimizer.statistics_bits // 4)
+
+
+def step_bytes(config: RunConfig) -> int:
+    """What one global step sends and receives, about: gradients there and their average back."""
+    bytes_each = {"none": 4, "float16": 2}.get(config.swarm.grad_compression, 1)
+    return 2 * parameters_of(config) * bytes_each
+
+
 def build_stream(
     config: RunConfig,
     *,

@@ -200,6 +200,8 @@ def _lock(house: Home) -> bool:
 
 def _welcome(surface: Surface, config, token: str | None, **caps: float | None) -> Identity | None:
     """Terms and login, one screen. :returns: who it is; None where nobody asks."""
+    from volunteer_kit.runs import state_bytes, step_bytes
+
     authority = config.authority
     login = Login(for_authority=True, organization=authority.organization) if authority else None
     if login is not None:
@@ -208,6 +210,8 @@ def _welcome(surface: Surface, config, token: str | None, **caps: float | None) 
         run_id=config.run_id,
         description=config.description,
         help_url=config.help_url,
+        download_bytes=state_bytes(config),
+        step_bytes=step_bytes(config),
         checked_by=urlsplit(authority.url).hostname or "" if authority else "",
         **caps,
     )

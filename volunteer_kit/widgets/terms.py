@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-from volunteer_kit.widgets.words import number, plain
+from volunteer_kit.widgets.words import number, plain, size
 
 PlatformName = Literal["colab", "kaggle", "binder", "own"]
 
@@ -69,8 +69,8 @@ class Terms:
     max_hours: float | None = None
     max_mbps: float | None = None  # Mbit/s, up and down each
     max_gb: float | None = None  # up and down together
-    download_gb: float | None = None  # of the model and its statistics, once
-    gb_per_hour: float | None = None  # up and down together
+    download_bytes: float | None = None  # of the model and its statistics, once
+    step_bytes: float | None = None  # of one global step, up and down together
     watts: float | None = None  # beyond an idle machine
     checked_by: str = ""  # who sees the login besides the Hub, say the authority's host name
     platform: Platform = field(default_factory=detect_platform)
@@ -106,10 +106,10 @@ class Terms:
 
     def _costs(self) -> str:
         parts = []
-        if self.download_gb is not None:
-            parts.append(f"{number(self.download_gb)} GB to download at first")
-        if self.gb_per_hour is not None:
-            parts.append(f"about {number(self.gb_per_hour)} GB an hour after that")
+        if self.download_bytes is not None:
+            parts.append(f"{size(self.download_bytes)} to download at first")
+        if self.step_bytes is not None:
+            parts.append(f"about {size(self.step_bytes)} with each step of the swarm, up and down")
         parts.append(f"about {number(self.watts)} W of power" if self.watts is not None else "the power of a full load")
         line = ", ".join(parts)
         return f"{line[0].upper()}{line[1:]}; the machine may get warm and its fans loud."
