@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -205,48 +201,3 @@ def computed_elsewhere() -> list[str]:
 
     reading_a_number = "aten::_local_scalar_dense"
     return [name for name in metrics.executed_fallback_ops() if name != reading_a_number]
-
-
-# --- which TPU is here ---
-
-ASKING_TAKES = 180.0  # s at most; opening a TPU takes 10 to 60
-
-
-class Tpu(NamedTuple):
-    """One machine's TPU, as PyTorch sees it."""
-
-    name: str  # "TPU v5 lite": what the hardware calls itself
-    cores: int  # devices; a chip of v2 and v3 is two
-    memory_bytes_per_core: int
-
-
-def describe_tpu(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Tpu | None:
-    """What torch_xla finds, or None; for a TPU that its environment does not tell all about (device.detect_device()).
-
-    Asked in a process of its own, for a TPU belongs to the process that opens it, and that process should fork no more.
-    Where nothing hints at a TPU nothing is asked, and nothing imported.
-
-    :param root: where /dev is; another one in tests
-    """
-    hints = "TPU_ACCELERATOR_TYPE" in environ or environ.get("PJRT_DEVICE") == "TPU" or any(root.glob("dev/accel*"))
-    if not hints:
-        return None
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _QUESTION],
-            env={"PJRT_DEVICE": "TPU", **environ},
-            capture_output=True,
-            text=True,
-            timeout=ASKING_TAKES,
-        )
-        name, cores, memory = json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, OSError, ValueError, IndexError):
-        return None
-    return Tpu(name, int(cores), int(memory))
-
-
-_QUESTION = """
-import json, torch_xla, torch_xla.runtime as runtime, torch_xla.core.xla_model as xla
-memory = xla.get_memory_info(torch_xla.device())
-print(json.dumps([xla.xla_device_kind(), runtime.addressable_runtime_device_count(), memory["bytes_limit"]]))
-"""
