@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -103,11 +104,11 @@ def strike(kind: str, net, host, victim) -> None:
     elif kind == "memory":
         signal_worker(victim, signal.SIGUSR1)
     elif kind == "kill":
-        signal_worker(victim, signal.SIGKILL)
+        kill_worker(victim)
     else:  # the host dies; one worker may be killed meanwhile, and has to find back without it
         host.signal_all(signal.SIGKILL)
         if kind == "kill without host":
-            signal_worker(victim, signal.SIGKILL)
+            kill_worker(victim)
             had = victim.shown["samples"]
             time.sleep(90)
             if victim.shown["samples"] <= had:
@@ -117,13 +118,22 @@ def strike(kind: str, net, host, victim) -> None:
         host.start()
 
 
-def signal_worker(victim, number: int) -> None:
-    import os
-
+def signal_worker(victim, number: int) -> int:
+    """:returns: the pid"""
     from endurance_parts.swarm import wait_until
 
     wait_until(lambda: victim.shown["pid"] is not None)
-    os.kill(victim.shown["pid"], number)
+    pid = victim.shown["pid"]
+    os.kill(pid, number)
+    return pid
+
+
+def kill_worker(victim) -> None:
+    """SIGKILL, and wait until it is seen: what was counted before is no sign of recovery."""
+    from endurance_parts.swarm import wait_until
+
+    pid = signal_worker(victim, signal.SIGKILL)
+    wait_until(lambda: victim.shown["pid"] != pid)
 
 
 def losses(volunteer, volunteers) -> int:
