@@ -82,7 +82,11 @@ def main(minutes: float) -> int:
             manual = sum(volunteer.has_ended for volunteer in volunteers)
             for volunteer in volunteers:
                 volunteer.end()
-            lost = sum(losses(volunteer, volunteers) for volunteer in volunteers)
+            lost = 0
+            for volunteer in volunteers:
+                for why, samples in losses(volunteer, volunteers).items():
+                    console.print(f"[red]volunteer {volunteer.number - 1} lost {samples} samples: {why}")
+                    lost += samples
             counted = {v.number - 1: v.shown["samples"] for v in volunteers}
         finally:
             for machine in (*volunteers, host):
@@ -136,15 +140,15 @@ def kill_worker(victim) -> None:
     wait_until(lambda: victim.shown["pid"] != pid)
 
 
-def losses(volunteer, volunteers) -> int:
-    """Samples that were counted and are in nobody else's model."""
+def losses(volunteer, volunteers) -> dict[str, int]:
+    """Samples that were counted and are in nobody else's model, by what became of them."""
     saved = json.loads((volunteer.home / "totals.json").read_text())["samples"]
-    lost = volunteer.lost + max(0, volunteer.shown["samples"] - saved)
+    lost = {"gone from the screen": volunteer.lost, "not in totals.json": volunteer.shown["samples"] - saved}
     shared = {e["epoch"] for other in volunteers if other is not volunteer for e in other.events("epoch")}
     for event in volunteer.events("epoch"):
         if event["samples"] and event["group_size"] == 1 and event["epoch"] in shared:
-            lost += event["samples"]
-    return lost
+            lost[f"in a step of his own, epoch {event['epoch']}, which others took without him"] = event["samples"]
+    return {why: samples for why, samples in lost.items() if samples > 0}
 
 
 def report(console: Console, faults: list[Fault], lost: int, manual: int, counted: dict, watch) -> int:
