@@ -110,6 +110,16 @@ def test_a_pause_ends_the_worker_and_resuming_begins_another_one(make):
     assert over(stay).state == "left" and births(stay) == 2
 
 
+def test_resuming_before_the_worker_has_said_goodbye_is_not_forgotten(make):
+    stay = make()
+    until(stay, lambda p: p.my_samples == 100)
+    stay.pause()
+    stay.resume()
+    until(stay, lambda p: p.my_samples == 200 and p.state == "training")
+    stay.leave()
+    assert over(stay).state == "left" and births(stay) == 2
+
+
 def test_leaving_during_a_pause(make):
     stay = make()
     until(stay, lambda p: p.my_samples == 100)

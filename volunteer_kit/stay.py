@@ -50,7 +50,7 @@ class Stay:
         self._worker = make_worker(None, log_path=home.log)
         self._companion: Companion | None = None
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._leaving = self._paused = False
+        self._leaving = self._paused = self._wants_back = False
         self._status_at = float("-inf")
         self._finished_at: float | None = None
         self._began = time.monotonic()
@@ -112,6 +112,7 @@ class Stay:
                     self._take(event)
                     event = self._worker.next_event(timeout=0)
                 self._obey()
+                self._come_back()
                 self._keep_the_caps()
                 self._look_after_the_companion()
                 self._show()
@@ -155,11 +156,16 @@ class Stay:
                 self._paused = True
                 self._worker.begin_leave()
                 self._story.be("paused", PAUSED_BY_YOU)
-            elif order == "resume" and self._paused and not self._worker.running:
-                self._paused = False
-                self._worker = self._make_worker(self._spec, log_path=self.home.log)
-                self._worker.start()
-                self._story.be("starting", "back from the pause")
+            elif order == "resume":
+                self._wants_back = self._paused
+
+    def _come_back(self) -> None:
+        """From a pause, once the worker of before has said goodbye."""
+        if self._wants_back and self._paused and not self._worker.running:
+            self._paused = self._wants_back = False
+            self._worker = self._make_worker(self._spec, log_path=self.home.log)
+            self._worker.start()
+            self._story.be("starting", "back from the pause")
 
     def _begin_leave(self) -> None:
         if not self._leaving:
