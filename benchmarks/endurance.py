@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -32,6 +33,7 @@ RECOVER_WITHIN = 180.0  # s after a fault is over
 BREATHER = 12.0  # s of peace between two faults
 FAULTS = 12  # at least
 SETTLED = 240.0  # s from which on memory is watched
+APART = "our model is not the others'"  # what a round says to whoever has to take another model
 KINDS = ("cut 20 s", "kill", "memory", "host dead 60 s", "suspend 30 s", "cut 75 s", "kill without host")
 
 
@@ -148,6 +150,9 @@ def losses(volunteer, volunteers) -> dict[str, int]:
     for event in volunteer.events("epoch"):
         if event["samples"] and event["group_size"] == 1 and event["epoch"] in shared:
             lost[f"in a step of his own, epoch {event['epoch']}, which others took without him"] = event["samples"]
+    for before, event in pairwise(volunteer.events("epoch")):
+        if event["apart"] == APART and before["samples"] and not before["apart"]:
+            lost[f"in epoch {before['epoch']}, whose model the others do not have"] = before["samples"]
     return {why: samples for why, samples in lost.items() if samples > 0}
 
 

@@ -94,7 +94,7 @@ def main() -> None:
             state_codec=make_codec("float16", "uniform8", 512),
             average_state_every=settings.get("average_state_every", 0),
             refresh_period=0.3,
-            metadata_expiration=20.0,
+            metadata_expiration=settings.get("metadata_expiration", 20.0),
             max_mbps=settings.get("max_mbps"),
         ),
         params=list(model.parameters()),
@@ -155,6 +155,8 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 refused=report.refused,
                 failure=report.failure,
                 apart=report.apart,
+                uncertain=report.uncertain,
+                fate=report.fate,
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),
             )
             stepped |= set(report.names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -87,9 +88,15 @@ def test_a_restart_goes_on_after_the_last_step_that_was_taken(reading):
 
 def test_a_step_that_did_not_reach_the_others_earns_nothing(reading):
     before, _ = reading()
-    one, two = before.next_batch(4), before.next_batch(4)
-    assert before.applied(report(one, failure="no round of averaging")) == 0
+    one, two, three = (before.next_batch(4) for _ in range(3))
+    assert before.applied(report(one, failure="at epoch 3, the others at 4")) == 0
     assert before.applied(report(two)) == 4
+    assert before.counts() == {"samples_lost": 4}
+    alone = dataclasses.replace(report(three, failure="nobody answered in time"), uncertain=True)
+    assert before.applied(alone) == 4  # what it will earn if the others go on from it
+    assert before.counts() == {"samples_lost": 4}
+    before.lost(4)
+    assert before.counts() == {"samples_lost": 8}
 
 
 DAMAGE = ["{", "[]", '{"fingerprint": "f"}', '{"fingerprint": "f", "stream": {"version": 9}}']

@@ -14,6 +14,7 @@ from hivemind.utils import ValueWithExpiration
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.agreement import sketch
+from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import (
@@ -467,8 +468,31 @@ def test_alone_every_step_is_reported_with_its_samples(optimizer):
     assert [report.epoch for report in reports] == [optimizer.local_epoch - 1, optimizer.local_epoch]
     for report in reports:
         assert report.group_size == 1 and report.failure is None and report.received == 1.0
-        assert report.samples == report.counted == 16
+        assert report.samples == report.counted == 16 and report.uncertain
         assert report.bytes_sent == 0
+
+
+def test_steps_taken_alone_are_given_up_with_the_state_and_kept_at_the_end(optimizer, monkeypatch):
+    train(optimizer, 1)
+    optimizer.reports.clear()
+    with monkeypatch.context() as patch:  # somebody gives us another state
+        patch.setattr(optimizer.state_averager, "load_state_from_peers", lambda **_: True)
+        assert optimizer.load_state_from_peers()
+    train(optimizer, 1)
+    (report,) = optimizer.reports
+    assert report.uncertain and report.fate is False
+    optimizer.settle()  # nobody else is here
+    assert optimizer.uncertain_steps.fate() is True
+
+
+def test_whose_round_came_back_in_part_waits_for_the_next_one(optimizer):
+    """A line that is cut in the middle of a round: it ends without an error, and nobody has our part."""
+    optimizer.reports.clear()
+    told = {"epoch": 1, "samples": 16, "names": (), "told": [], "started": 0.0, "in_sight": True}
+    for received in (0.4, 1.0):
+        optimizer._finish_report(told, Round(group=(A, B), received=received), None)
+    cut, whole = optimizer.reports
+    assert (cut.uncertain, cut.fate) == (True, None) and (whole.uncertain, whole.fate) == (False, True)
 
 
 def test_a_microbatch_of_nan_is_told_and_not_counted(optimizer):

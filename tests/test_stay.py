@@ -29,7 +29,7 @@ open(born, "w").write(line)
 number = len(os.listdir(life["births"]))
 tell("starting", pid=os.getpid(), name=spec["name"])
 tell("state_loaded", epoch=3, source="peers")
-tell("totals", samples=100 * number, epochs=number, seconds=9.0)
+tell("totals", samples=100 * number, epochs=number, seconds=9.0, waiting=0)
 tell("traffic", sent=life.get("sent", 10), received=20)
 if life.get("finishes"):
     tell("finished", epoch=9, path="", total_samples=5)

@@ -14,7 +14,7 @@ SAMPLES = {
     "peer_id": "Qm", "maddrs": [], "client_mode": False, "epoch": 3, "source": "peers", "samples": 8,
     "samples_per_second": 2.5, "loss": 4.25, "num_peers": 3, "swarm_samples": 24, "target_batch_size": 256,
     "total_samples": 80, "group_size": 3, "received": 7, "seconds": 1.5, "sent_bytes": 10, "counts": {"nsfw": 2},
-    "kind": "k", "message": "plain words", "path": "/tmp/x", "epochs": 2, "pictures": [],
+    "kind": "k", "message": "plain words", "path": "/tmp/x", "epochs": 2, "pictures": [], "waiting": 0,
 }  # fmt: skip
 
 

@@ -99,14 +99,3 @@ def test_a_processor_that_rounds_differently_sets_nobody_apart(tmp_path):
         for peer in peers:
             met = [e for e in peer.events if e["event"] == "epoch" and e["group_size"] == 2]
             assert len(met) >= 4 and all(e["apart"] is None and e["samples"] for e in met[1:]), peer.story()
-
-
-def test_a_peer_that_was_alone_follows_the_others_when_they_meet(tmp_path):
-    """Two peers that both stepped alone hold different models; one must adopt the other's, statistics included."""
-    with local_swarm(tmp_path) as swarm:
-        first = swarm.add()
-        first.wait_epoch(2)
-        second = swarm.add()
-        second.wait_epoch(3, group_size=2)
-        ends = swarm.finish(first, second)
-        assert ends[0]["digest"] == ends[1]["digest"]

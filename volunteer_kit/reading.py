@@ -44,18 +44,23 @@ class Reading:
         return self._ledger.given(self._stream.next_batch(batch_size))
 
     def applied(self, report: StepReport) -> int:
-        """A global step was taken. :returns: samples of ours in it that earn credit: with a lease that was ours."""
+        """A global step was taken. :returns: samples of ours in it that earn credit, now or, if it is
+        uncertain, once the others go on from it: those with a lease that was ours."""
         found = self._ledger.applied(report.names)
         if found.after is not None:
             self._stream.applied(found.after)
             self._save(self._stream.state_dict(found.after))
-        if report.failure:  # our state is replaced by the others', which does not know these samples
+        if report.failure and not report.uncertain:  # our state is replaced by one that does not know these samples
             self._ledger.lost += sum(found.samples.values())
         if not report.counted or self._leases is None:
             return report.counted
         earned = sum(count for lease, count in found.samples.items() if self._leases.earns(lease))
         self._earned_nothing += sum(found.samples.values()) - earned
         return min(earned, report.counted)
+
+    def lost(self, samples: int) -> None:
+        """Steps that were uncertain have been given up."""
+        self._ledger.lost += samples
 
     def keep(self) -> None:
         """Renew the leases where it is time; does not wait."""

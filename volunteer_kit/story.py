@@ -117,7 +117,8 @@ class Story:
             self.be("training")
 
     def _totals(self, event: Event) -> None:
-        self.progress.my_samples, self.progress.my_epochs = event["samples"], event["epochs"]
+        p = self.progress
+        p.my_samples, p.my_epochs, p.waiting_samples = event["samples"], event["epochs"], event["waiting"]
 
     def _swarm(self, event: Event) -> None:
         p = self.progress

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from volunteer_kit.checkpoint import CheckpointError, latest_checkpoint
-from volunteer_kit.home import Home, Totals
+from volunteer_kit.home import Home
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.reading import Reading
 from volunteer_kit.runs import (
@@ -24,9 +23,10 @@ from volunteer_kit.session.compute import choose
 from volunteer_kit.session.lookout import Lookout
 from volunteer_kit.session.options import compute_loss, swarm_options
 from volunteer_kit.session.pictures import DrawPictures
+from volunteer_kit.session.tally import Tally
 from volunteer_kit.session.tell import Tell
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
+from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
 from volunteer_kit.swarm.state import StateRefused
@@ -54,9 +54,6 @@ class Session:
     def __init__(self, spec: WorkerSpec, emit: Emit):
         self.spec, self.emit = spec, emit
         self.home = Home(spec.home) if spec.home else None
-        self.totals = self.home.totals() if self.home else Totals()
-        self.total_samples = self.epochs_contributed = 0
-        self._counted_at = time.monotonic()
         self.trainer: Trainer | None = None
         self.lookout: Lookout | None = None
         self.peer: Peer | None = None
@@ -68,6 +65,7 @@ class Session:
         self.stream.probe()  # data that cannot be read must be told before others wait for us
         stream_path = self.home.stream if self.home else None
         self.reading = Reading(self.stream, stream_path, self.run.fingerprint, emit)
+        self.tally = Tally(self.reading, self.home, emit)
         self.model.checkpointing = self.compute.plan.checkpointing
         self.model.to(self.compute.device)
         self.names = parameter_names(self.model)
@@ -191,13 +189,14 @@ class Session:
         if not stops_early:
             self._reach(orders.finish_at)
         self.optimizer.settle(patience=0.0 if stops_early else FINISH_PATIENCE)
+        self.tally.end(self.optimizer.uncertain_steps.fate())
         path = saver.save(self.optimizer) if saver and self.optimizer.local_epoch > 0 else None
         if tell.wants_renewal and not orders.leave.is_set():
             self.emit("renewing", message=self.lookout.why_renew)
             raise Renew
         if not orders.leave.is_set():
             pictures.draw(self.model, self.optimizer.local_epoch)
-            epoch, samples = self.optimizer.local_epoch, self.total_samples
+            epoch, samples = self.optimizer.local_epoch, self.tally.samples
             self.emit("finished", epoch=epoch, path=str(path or ""), total_samples=samples)
             orders.leave.wait()  # others may still take our state
 
@@ -212,28 +211,6 @@ class Session:
             if not self.optimizer.load_state_from_peers():
                 time.sleep(self.optimizer.options.refresh_period)
 
-    def count(self, report: StepReport) -> int:
-        """Samples of ours in this step, added to what this stay has earned."""
-        earned = self.reading.applied(report)
-        self.total_samples += earned
-        self.epochs_contributed += earned > 0
-        now = time.monotonic()
-        self.totals.samples += earned
-        self.totals.epochs += earned > 0
-        self.totals.seconds += now - self._counted_at
-        self._counted_at = now
-        self._save_totals()
-        self.emit("totals", **asdict(self.totals))
-        return earned
-
-    def _save_totals(self) -> None:
-        try:
-            if self.home:
-                self.home.save_totals(self.totals)
-        except OSError as error:  # told once; training goes on
-            self.home = None
-            self.emit("warning", kind="disk", message=f"Your totals cannot be saved here any more: {error}.")
-
     @property
     def speed(self) -> float:
         """Samples per second of this device, averaging not counted."""
@@ -247,7 +224,7 @@ class Session:
                 name=self.spec.name[:64],
                 device=self.compute.found.name[:64],
                 epoch=self.optimizer.local_epoch,
-                total_samples=self.totals.samples,
+                total_samples=self.tally.totals.samples,
                 samples_per_second=float(speed),
                 protocol=PROTOCOL_VERSION,
                 loss=loss if loss is not None and math.isfinite(loss) else None,
@@ -263,6 +240,6 @@ class Session:
         if self.optimizer is not None:
             self.board.publish(None)
             self.optimizer.shutdown()
-            self.emit("left", total_samples=self.total_samples, epochs=self.epochs_contributed)
+            self.emit("left", total_samples=self.tally.samples, epochs=self.tally.epochs)
         if self.peer is not None:
             self.peer.shutdown()

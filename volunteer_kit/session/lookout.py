@@ -51,9 +51,9 @@ class Lookout:
             if now - self._memory_at >= MEMORY_EVERY:
                 self._memory_at = now
                 self._look_at_memory(now - self._began)
-            began_to_count = self._session.totals.samples > 0 and not self._counts
+            began_to_count = self._session.tally.totals.samples > 0 and not self._counts
             if began_to_count or now - self._swarm_at >= SWARM_EVERY:
-                self._counts = self._session.totals.samples > 0
+                self._counts = self._session.tally.totals.samples > 0
                 self._swarm_at = now
                 self._look_at_the_others()
             self._stop.wait(LOOK_EVERY)
@@ -78,7 +78,7 @@ class Lookout:
         records = session.board.fetch()
         records.pop(session.peer.peer_id, None)
         others = [record for record in records.values() if record.fingerprint == session.run.fingerprint]
-        samples, speed = session.totals.samples, session.speed
+        samples, speed = session.tally.totals.samples, session.speed
         total = samples + sum(record.total_samples for record in others)
         session.emit(
             "swarm",

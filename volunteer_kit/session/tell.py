@@ -59,8 +59,8 @@ class Tell(Callback):
         self.session.emit(
             "epoch",
             epoch=report.epoch,
-            samples=self.session.count(report),
-            total_samples=self.session.total_samples,
+            samples=self.session.tally.count(report),
+            total_samples=self.session.tally.samples,
             loss=loss if loss is not None and math.isfinite(loss) else None,
             group_size=report.group_size,
             received=report.received,
@@ -68,11 +68,14 @@ class Tell(Callback):
             sent_bytes=report.bytes_sent,
             received_bytes=report.bytes_received,
             failure=report.failure,
+            apart=report.apart,
         )
         self.wants_renewal = bool(self.session.lookout and self.session.lookout.why_renew)
-        trouble = report.failure or report.apart
-        if trouble:
-            self.session.emit("warning", kind="round", message=f"Epoch {report.epoch}: {trouble}; catching up.")
+        if report.uncertain and report.failure:
+            how = f"was taken alone ({report.failure}); its samples count once the others go on from it"
+            self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
+        elif trouble := report.failure or report.apart:
+            self.session.emit("warning", kind="round", message=f"Step {report.epoch}: {trouble}; catching up.")
         for peer, why in report.refused.items():
             message = f"Left out of epoch {report.epoch}: {peer}: {why}."
             self.session.emit("warning", kind="refused", message=message)

@@ -20,6 +20,7 @@ from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.records import SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager, digest
 from volunteer_kit.swarm.transfer import StateRefused
+from volunteer_kit.swarm.uncertain import UncertainSteps
 
 logger = get_logger(__name__)
 LAST_RESORT = 3  # times that a lost state is asked for before we go on without
@@ -34,7 +35,7 @@ class FollowingOptimizer(hivemind.Optimizer):
     state_averager: SwarmStateAverager
     _follow: Follow | None = None  # whose state to take before the next microbatch
     _just_loaded = False  # and not stepped since
-    _last_met = float("-inf")  # when we last knew of another peer, monotonic s
+    uncertain_steps: UncertainSteps
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
     on_download: OnDownload | None = None  # told (bytes here, bytes in all) while we wait for parameters
 
@@ -79,7 +80,8 @@ class FollowingOptimizer(hivemind.Optimizer):
                     timeout=self.load_state_timeout, whole=False, on_download=self.on_download, **which
                 )
                 if loaded:
-                    self._follow, self._last_met = None, time.monotonic()
+                    self._follow = None
+                    self.uncertain_steps.given_up()
                     self._start_epoch_anew()
         finally:
             leave.cancel()
@@ -155,6 +157,7 @@ class FollowingOptimizer(hivemind.Optimizer):
         self._drop_scheduled_round()
         while time.monotonic() < deadline and self.tracker.global_progress.num_peers > 1:
             if self._agree(late=time.monotonic() > deadline - patience / 2):
+                self.uncertain_steps.shared()
                 break
             time.sleep(self.options.refresh_period)
         with suppress(StateRefused):
@@ -223,6 +226,7 @@ class FollowingOptimizer(hivemind.Optimizer):
         self.state_averager.abandon_statistics()
         self._finish_updates()
         self.state_averager.adopt_state(self.state_averager.metadata(), list(tensors))
+        self.uncertain_steps.given_up()
         self.grad_averager.reset_accumulated_grads_()
 
     def training_state(self) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from volunteer_kit.swarm.reach import Reach
 from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.traffic import Traffic
+from volunteer_kit.swarm.uncertain import UncertainSteps
 
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
 NEVER = 2**31  # epochs between rounds of state averaging
@@ -58,6 +59,7 @@ class SwarmOptimizer(FollowingOptimizer):
         self._traffic = Traffic(options.max_mbps)
         self._seams = {"is_admitted": is_admitted, "reduce": reduce, "traffic": self._traffic}
         self._report: dict[str, Any] = {}  # of the global step under way
+        self.uncertain_steps = UncertainSteps(certain_after=options.metadata_expiration / 2)
         super().__init__(
             dht=peer.dht,
             run_id=options.run_key,
@@ -152,6 +154,12 @@ class SwarmOptimizer(FollowingOptimizer):
         """s since somebody last answered, 0 unless cut off. It heals by itself; after many minutes try a restart."""
         return self.reach.cut_off_for
 
+    def settle(self, patience: float = 0.0) -> str:
+        held = super().settle(patience)
+        if self.tracker.global_progress.num_peers <= 1 and self.cut_off is None:
+            self.uncertain_steps.shared()  # with nobody: there is no other model
+        return held
+
     def shutdown(self) -> None:
         self.reach.close()
         super().shutdown()
@@ -234,16 +242,13 @@ class SwarmOptimizer(FollowingOptimizer):
             "names": self.grad_averager.names,
             "told": self.state_averager.told,
             "started": time.perf_counter(),
+            "in_sight": self.tracker.global_progress.num_peers > 1,
         }
-        met_others = self.tracker.global_progress.num_peers > 1
-        if met_others and self.on_round is not None:
+        if report["in_sight"] and self.on_round is not None:
             self.on_round(self.tracker.global_progress.num_peers)
         super()._update_global_epoch(grad_scaler)
-        if not report["averaged"]:  # alone; right if we are, and wrong if we just could not see the others
-            seen_lately = time.monotonic() - self._last_met < 2 * self.options.metadata_expiration
-            self._finish_report(report, Round(), "stepped alone, though others were here" if seen_lately else None)
-        if met_others:
-            self._last_met = time.monotonic()
+        if not report["averaged"]:
+            self._finish_report(report, Round(), None)
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
         self._report["averaged"] = super()._begin_averaging_gradients(grad_scaler)
@@ -260,7 +265,7 @@ class SwarmOptimizer(FollowingOptimizer):
             try:
                 outcome = self._await_round(maybe_step_control)
             except BaseException as e:
-                failure = f"no round of averaging: {e!r}"
+                failure = "nobody answered in time" if isinstance(e, (TimeoutError, FutureTimeoutError)) else repr(e)
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
@@ -280,6 +285,12 @@ class SwarmOptimizer(FollowingOptimizer):
             return control.result(self.averaging_timeout)
 
     def _finish_report(self, report: dict[str, Any], outcome: Round, failure: str | None) -> None:
+        agrees = len(outcome) > 1 and failure is None and self._follow is None
+        if agrees:  # what we held before this step, that is
+            self.uncertain_steps.shared()
+        uncertain = len(outcome) < 2 or (agrees and outcome.received < 1)
+        if uncertain:
+            uncertain = not self.uncertain_steps.taken(report["in_sight"])
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
@@ -293,5 +304,7 @@ class SwarmOptimizer(FollowingOptimizer):
                 refused=outcome.refused,
                 failure=failure,
                 apart=self._follow.why if self._follow is not None else None,
+                uncertain=uncertain,
+                fate=self.uncertain_steps.fate(),
             )
         )

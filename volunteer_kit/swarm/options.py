@@ -51,8 +51,10 @@ class SwarmOptions:
 class StepReport:
     """One applied global step, as this peer saw it.
 
-    `samples`: this peer's own that were in it; `names`: what they are called; `failure`: why they did not reach the
-    others, None if they did; `apart`: why our state is not the others', who is being followed, None if it is theirs.
+    `samples`: this peer's own that were in it; `names`: what they are called; `failure`: why no round of averaging took
+    them in, None if one did or nobody was in sight; `uncertain`: nobody else may have taken this step, and whether the
+    swarm goes on from it (True) or it was given up (False) is told of all such steps by `fate` of a later report;
+    `apart`: why our state is not the others', who is being followed, None if it is theirs.
     """
 
     epoch: int
@@ -66,8 +68,10 @@ class StepReport:
     names: tuple[Hashable, ...] = ()
     failure: str | None = None
     apart: str | None = None
+    uncertain: bool = False
+    fate: bool | None = None
 
     @property
     def counted(self) -> int:
-        """Samples of ours that everybody's step contains."""
-        return 0 if self.failure else self.samples
+        """Samples of ours that the step contains: everybody's, or for now our own if `uncertain`."""
+        return 0 if self.failure and not self.uncertain else self.samples
