@@ -500,8 +500,10 @@ def test_the_peak_of_this_process_is_seen_and_forgotten():
 
 def test_of_the_free_ram_a_part_stays_free(tmp_path):
     write(tmp_path, {"status": "VmHWM:\t   3000 kB\nVmRSS:\t   2000 kB\n"})
-    memory = HostMemory(tmp_path, usable=lambda: (10**9, 10**8))
+    memory = HostMemory(proc=tmp_path, usable=lambda: (10**9, 10**8))
     assert (memory.peak_bytes(), memory.limit_bytes()) == (3_072_000, 2_048_000 + 0.8 * 10**8)
+    (tmp_path / "status").write_text("Name: some sandbox that does not tell\n")
+    assert memory.peak_bytes() > 50e6, "this process's, and in bytes"
 
 
 def test_the_fullest_card_counts(monkeypatch):
@@ -523,6 +525,10 @@ def test_the_fullest_card_counts(monkeypatch):
     assert (memory.peak_bytes(), memory.limit_bytes()) == (5e9, 7e9)
     assert memory_meter(("xla",)) is None and isinstance(memory_meter(("cpu",)), HostMemory)
     assert CudaMemory([0]).limit_bytes() == 8e9, "a share that somebody has set is a limit as well"
+    assert CudaMemory([1], peers_on_machine=2).limit_bytes() == 6e9, "the others want of what is free as well"
+    one, two = (memory_meter(("cpu",), peers).limit_bytes() for peers in (1, 2))
+    taken = HostMemory(share=0.0).limit_bytes()
+    assert two - taken == pytest.approx((one - taken) / 2, rel=0.1)
 
 
 def test_a_tuner_for_this_machine_starts_at_the_plan(tmp_path):

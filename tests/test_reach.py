@@ -14,7 +14,16 @@ from hivemind.p2p import PeerID
 from tests.local_swarm import LocalPeer, local_swarm
 from tests.network import network
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
-from volunteer_kit.swarm.reach import MAX_KNOWN, Look, Reach, answers, is_loopback, is_private, split_address
+from volunteer_kit.swarm.reach import (
+    MAX_KNOWN,
+    Look,
+    Reach,
+    answers,
+    is_loopback,
+    is_private,
+    is_refused,
+    split_address,
+)
 
 BACK_WITHIN = 90.0  # s, on a busy machine; p2pd waits longer before each vain dial
 OUTAGE = 60.0  # s; longer than p2pd keeps a dead connection, and than the others' records live
@@ -188,6 +197,7 @@ class NoDht:
 A, B = "/ip4/10.0.0.1/tcp/1/p2p/A", "/ip4/10.0.0.2/tcp/1/p2p/B"
 HERE, SILENT, NONE = Look(answered=True, known=[A]), Look(silent=[A]), Look()
 REFUSED = Look(refused=True, silent=[B])
+FAILED = None  # the DHT did not answer
 
 
 @pytest.mark.parametrize(
@@ -197,6 +207,8 @@ REFUSED = Look(refused=True, silent=[B])
         ([], [HERE], True, False),
         ([], [HERE, REFUSED, REFUSED], True, False),  # one is gone, its machine is there
         ([], [HERE, SILENT, SILENT], False, True),  # they have been here, and the line is dead
+        ([], [HERE, FAILED, FAILED], False, True),  # that we could not look is no sign that they are gone
+        ([], [FAILED] * 3, True, False),
         ([B], [HERE], True, False),
         ([B], [HERE, SILENT], False, False),  # once is not enough to be sure
         ([B], [HERE, SILENT, SILENT], False, True),
@@ -241,3 +253,20 @@ def test_addresses():
     assert split_address(f"/dns4/a.example/tcp/5555/p2p/{peer_id}")[:2] == ("a.example", 5555)
     assert is_loopback("/ip4/127.0.0.1/tcp/1") and not is_loopback("/dns4/localhost/tcp/1")
     assert is_private("/ip4/192.168.0.7/tcp/1") and not is_private("/ip4/8.8.8.8/tcp/1")
+
+
+WORLD, HOME = "/ip4/8.8.8.8/tcp/1/p2p/A", "/ip4/192.168.0.5/tcp/1/p2p/B"
+
+
+@pytest.mark.parametrize(
+    "ends, refused",
+    [
+        ({WORLD: "refused"}, True),
+        ({HOME: "refused"}, True),  # a swarm of one house
+        ({WORLD: "silent", HOME: "refused"}, False),  # somebody else's 192.168.0.5, and ours answered
+        ({WORLD: "silent"}, False),
+        ({}, False),
+    ],
+)
+def test_a_machine_at_home_does_not_prove_that_the_line_works(ends, refused):
+    assert is_refused(ends) is refused

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
 from hivemind.compression import NoCompression
 from hivemind.p2p import PeerID
+from hivemind.proto.averaging_pb2 import DownloadRequest
 from hivemind.utils import ValueWithExpiration
 
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
@@ -62,6 +65,22 @@ def test_a_digest_is_of_the_values_not_of_the_memory():
 
 
 # --- donors ---
+
+
+def test_a_donor_holds_few_copies_at_once(averager, monkeypatch):
+    """Each download holds a copy of the whole state until it is sent, and strangers may read slowly."""
+
+    async def ask() -> list[int]:
+        downloads = [averager.rpc_download_state(DownloadRequest(), Mock(remote_id=A)) for _ in range(4)]
+        begun = [await anext(download, None) for download in downloads]
+        await downloads[0].aclose()  # it hangs up
+        begun.append(await anext(averager.rpc_download_state(DownloadRequest(), Mock(remote_id=A)), None))
+        return [part is not None for part in begun]
+
+    metadata, tensors, infos = averager.get_current_state()
+    given = AsyncMock(return_value=(averager.serializer.dumps(metadata), tensors, infos))
+    monkeypatch.setattr(averager, "_get_current_state_from_host_process", given)
+    assert asyncio.run(ask()) == [True, True, True, False, True]
 
 
 def test_what_strangers_declare_is_read_with_care():

@@ -31,6 +31,7 @@ class Accumulates:
     steps: those are not timed by the tuner either."""
 
     local_epoch = 0
+    only_accumulated = True
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
         self._parameters = list(parameters)

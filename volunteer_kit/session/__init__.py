@@ -174,7 +174,7 @@ class Session:
             batch_size=self.compute.batch_size,
             precision=self.compute.plan.precision,
             callbacks=callbacks,
-            compute_gradients=self.compute.gradients(),
+            compute_gradients=self.compute.gradients(self.home.path / "programs" if self.home else None),
             tuning=self.compute.tuning(self.run, self.model.num_parameters(), folder, self.emit) if tuned else None,
         )
         self.stream.read_ahead(MICROBATCHES_AHEAD * max(self.compute.batch_size, self.compute.likely_batch))

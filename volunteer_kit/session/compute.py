@@ -36,18 +36,20 @@ class Compute:
     batch_size: int
     likely_batch: int  # where the tuner may end
     threads: int
+    peers_on_machine: int = 1
 
-    def gradients(self) -> ComputeGradients | None:
-        """What computes in the trainer's place, where one device is not all. Raises MissingTorchXla."""
+    def gradients(self, folder: Path | None) -> ComputeGradients | None:
+        """What computes in the trainer's place, where one device is not all; compiled programs are kept in `folder`.
+        Raises MissingTorchXla."""
         if self.found.kind == "tpu":
-            return TpuCores(compute_loss, precision=self.plan.precision)
+            return TpuCores(compute_loss, precision=self.plan.precision, programs=folder)
         if self.plan.count > 1:
             return Replicas(self.plan.devices, compute_loss, self.plan.precision)
         return None
 
     def tuning(self, run: RunConfig, parameters: int, folder: Path | None, emit: Emit) -> Tuning | None:
         """Finds the fastest batch while it trains; None on a TPU, where each size is compiled anew."""
-        meter = memory_meter(self.plan.devices)
+        meter = memory_meter(self.plan.devices, self.peers_on_machine)
         if meter is None:
             return None
         work = workload(run, parameters)
@@ -84,4 +86,4 @@ def choose(run: RunConfig, spec: WorkerSpec, parameters: int, emit: Emit) -> Com
     )
     place = plan.devices[0] if found.kind in ("cuda", "mps") else "cpu"
     likely = batch_size if spec.batch_size else min(64, largest_batch(run.target_batch_size))
-    return Compute(found, plan, torch.device(place), batch_size, likely, threads)
+    return Compute(found, plan, torch.device(place), batch_size, likely, threads, spec.peers_on_machine)

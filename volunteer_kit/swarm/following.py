@@ -35,6 +35,7 @@ class FollowingOptimizer(hivemind.Optimizer):
     state_averager: SwarmStateAverager
     _follow: Follow | None = None  # whose state to take before the next microbatch
     _just_loaded = False  # and not stepped since
+    only_accumulated = True  # the last step() did, and waited for nobody: its time is the device's
     uncertain_steps: UncertainSteps
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
     on_download: OnDownload | None = None  # told (bytes here, bytes in all) while we wait for parameters
@@ -51,6 +52,7 @@ class FollowingOptimizer(hivemind.Optimizer):
             self._tag_along_with_zero_weight(control)
 
     def _finish_updates(self) -> None:
+        self.only_accumulated = False
         self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
 
     def _catch_up(self) -> bool:

@@ -170,7 +170,7 @@ class SwarmOptimizer(FollowingOptimizer):
         """Count the gradients in .grad, the mean over `batch_size` samples of these `names`, times `grad_scale`; when
         the swarm has target_batch_size samples, average and take the global step. :returns: False if they were not
         finite."""
-        self._grad_scale, self._names, self._taken = grad_scale, names, True
+        self._grad_scale, self._names, self._taken, self.only_accumulated = grad_scale, names, True, True
         if self._follow is not None and self._catch_up():
             return True  # the gradients at hand are of the model we just gave up
         if self.cut_off is not None:
@@ -182,6 +182,7 @@ class SwarmOptimizer(FollowingOptimizer):
 
     def _wait_for_the_network(self, batch_size: int) -> bool:
         """Keep samples for the epoch under way, as many as it needs; slowly, for more cannot be of use."""
+        self.only_accumulated = False
         self.state_averager.step(apply_delayed_updates=True)
         if self.grad_averager.local_samples_accumulated < self.target_batch_size:
             return self._check_and_accumulate_gradients(batch_size)

@@ -12,7 +12,7 @@ import ipaddress
 import random
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,7 +109,7 @@ class Reach:
         with self._lock:
             if self._looked_at >= not_before or self._stop.is_set():
                 return
-            began, found = time.monotonic(), Look()
+            began, found = time.monotonic(), None
             addresses = [*self._first, *reversed(self._known)]
             look = partial(look_around, addresses=addresses, hang_up=self._silent_looks >= HANG_UP_AFTER)
             try:
@@ -118,15 +118,17 @@ class Reach:
                 logger.info(f"Could not look around: {e!r}")
             self._take(found, began)
 
-    def _take(self, found: Look, began: float) -> None:
+    def _take(self, found: Look | None, began: float) -> None:
+        """:param found: None: it was not possible to look, which is no sign that nobody is there"""
         self._looked_at = time.monotonic()
+        could_look, found = found is not None, found or Look()
         if found.answered:
             self._met, self._silent_looks = True, 0
             # as of when it was asked, unless it took so long that nothing would ever be fresh
             self._answered_at = max(began, self._looked_at - FRESH / 2)
         else:
             self._silent_looks += 1
-        there = found.refused or not found.silent
+        there = could_look and (found.refused or not found.silent)
         self._may_be_alone = not self._first and not found.answered and (there or not self._met)
         if self._silent_looks == 2 and self.cut_off:
             logger.warning(f"{NOBODY} Silent: {', '.join(found.silent)}")
@@ -149,9 +151,9 @@ async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up
         return Look(answered=True, known=await _dialable(node, connected))
     tried = random.sample(addresses[DIALLED_AT_ONCE // 2 :], min(DIALLED_AT_ONCE // 2, max(0, len(addresses) - 4)))
     tried = [*addresses[: DIALLED_AT_ONCE // 2], *tried]
-    ends = await asyncio.gather(*(_dial(node, address, hang_up) for address in tried))
-    found = Look("answered" in ends, "refused" in ends)
-    found.silent = [address for address, end in zip(tried, ends, strict=True) if end == "silent"]
+    ends = dict(zip(tried, await asyncio.gather(*(_dial(node, address, hang_up) for address in tried)), strict=True))
+    found = Look(answered="answered" in ends.values(), refused=is_refused(ends))
+    found.silent = [address for address in tried if ends[address] == "silent"]
     if found.answered:
         with suppress(Exception):  # fill the routing table: it has been emptied by calls that nobody took
             await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), ANSWER_WITHIN)
@@ -232,6 +234,13 @@ async def _announced(node: DHTNode, peer: PeerID) -> list[str]:
     local = is_local(await node.get_visible_maddrs())
     usable = [a for a in addresses if len(a) < MAX_ADDRESS and (local or not is_loopback(a))]
     return [f"{address}/p2p/{peer}" for address in sorted(usable, key=is_private)[:2]]
+
+
+def is_refused(ends: Mapping[str, str]) -> bool:
+    """Does a machine refuse our call, so that our own line works? One of the home's network says nothing about the line
+    into the world, and an address like it may be anybody's."""
+    world = [address for address in ends if not is_private(address)]
+    return any(ends[address] == "refused" for address in world or ends)
 
 
 def split_address(address: str) -> tuple[str, int | None, Multiaddr]:

@@ -30,6 +30,7 @@ from volunteer_kit.swarm.averager import SwarmAverager
 logger = get_logger(__name__)
 MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
 MAX_METADATA_BYTES = 2**16
+GIVEN_AT_ONCE = 3  # states; each is a copy of the whole until it is sent, and more would share the line that there is
 # s that a donor waits to be hung up on: what it closes first is lost as far as it is not read (see averager.LINGER),
 # and a home link has megabytes still to read by then
 HANG_UP = 120.0
@@ -41,6 +42,8 @@ class StateRefused(ValueError):
 
 class StateTransfer(SwarmAverager):
     """Declares, gives and fetches states. What is declared and given comes from the subclass."""
+
+    _given_now = 0  # states on their way to others
 
     def __init__(self, *args, **kwargs):
         self._arrived = mp.Value(ctypes.c_int64, 0)  # bytes of the download under way
@@ -94,8 +97,18 @@ class StateTransfer(SwarmAverager):
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         self.doorkeeper.check(context.remote_id, "download_state")
-        if not self.allow_state_sharing:
-            return
+        if not self.allow_state_sharing or self._given_now >= GIVEN_AT_ONCE:
+            return  # the joiner asks the next donor, and us again
+        self._given_now += 1
+        try:
+            async with aclosing(self._parts_of_state()) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self._given_now -= 1
+        await asyncio.sleep(HANG_UP)
+
+    async def _parts_of_state(self) -> AsyncIterator[averaging_pb2.DownloadData]:
         metadata, tensors, infos = await self._get_current_state_from_host_process()
         if not tensors:
             return
@@ -105,8 +118,6 @@ class StateTransfer(SwarmAverager):
                 await self.traffic.send(len(part.buffer))
                 yield averaging_pb2.DownloadData(tensor_part=part, metadata=manifest)
                 manifest = b""
-        del tensors, tensor, part  # a copy of the whole state
-        await asyncio.sleep(HANG_UP)
 
     # --- a joiner ---
 

@@ -103,6 +103,8 @@ class Replicas:
         for error in errors:
             traceback.clear_frames(error.__traceback__)  # they hold the activations of a part that did not fit
         if errors:
+            for model, *_ in work[1:]:
+                model.zero_grad(set_to_none=True)
             raise errors[0]
         return [each.result() for each in (first, *others)]
 

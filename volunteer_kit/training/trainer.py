@@ -168,7 +168,7 @@ class Trainer:
         else:
             self.microbatches_lost += 1
         reports = self.optimizer.reports
-        if not reports:  # steps with averaging in them say nothing about this device
+        if self.optimizer.only_accumulated:  # averaging, downloads and outages say nothing about this device
             self.tuning.measured(samples, seconds)
             speed = samples / seconds
             self.samples_per_second = 0.9 * self.samples_per_second + 0.1 * speed if self.samples_per_second else speed

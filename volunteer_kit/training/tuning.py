@@ -88,6 +88,7 @@ class Tuning:
         self._applied: Setting | None = None
         self._idle = 0.0  # bytes taken between microbatches
         self._told: Setting | None = None
+        self._is_first = True  # microbatch of this process: it pays for all that is loaded and compiled once
 
     @property
     def settled(self) -> bool:
@@ -107,7 +108,11 @@ class Tuning:
         return self.setting
 
     def measured(self, samples: int, seconds: float) -> None:
-        """A microbatch of the setting took so long. One of another size (the stream's end) says nothing."""
+        """A microbatch of the setting took so long. The first one, and one of another size (the stream's end), say
+        nothing."""
+        if self._is_first:
+            self._is_first = False
+            return
         if self._memory is None or self._tuner.settled or samples != self.setting.batch_size:
             return
         peak, limit = self._memory.peak_bytes(), self._memory.limit_bytes()
