@@ -73,10 +73,10 @@ def main(minutes: float) -> int:
                 kind, victim = KINDS[len(faults) % len(KINDS)], volunteers[len(faults) % 2]
                 fault = Fault(kind, victim.number)
                 faults.append(fault)
-                strike(kind, net, host, victim)
+                found_back = strike(kind, net, host, victim)
                 over, had = time.monotonic(), victim.shown["samples"]
-                fault.recovered = wait_until(lambda v=victim, n=had: v.shown["samples"] > n, RECOVER_WITHIN)
-                fault.seconds = time.monotonic() - over
+                counts = wait_until(lambda v=victim, n=had: v.shown["samples"] > n, RECOVER_WITHIN)
+                fault.recovered, fault.seconds = found_back and counts, time.monotonic() - over
                 how = f"back after {fault.seconds:.0f} s" if fault.recovered else f"NOT back: {victim.states[-3:]}"
                 console.print(f"{len(faults):2d}. volunteer {victim.number - 1}: {kind}: {how}")
                 time.sleep(BREATHER)
@@ -97,8 +97,9 @@ def main(minutes: float) -> int:
     return report(console, faults, lost, manual, counted, watch)
 
 
-def strike(kind: str, net, host, victim) -> None:
-    """One fault, from its beginning to its end."""
+def strike(kind: str, net, host, victim) -> bool:
+    """One fault, from its beginning to its end. :returns: whether the victim got over what it had to get over alone"""
+    found_back = True
     if kind.startswith("cut"):
         net.cut(victim.number)
         time.sleep(float(kind.split()[1]))
@@ -108,7 +109,7 @@ def strike(kind: str, net, host, victim) -> None:
         time.sleep(30)
         victim.signal_all(signal.SIGCONT)
     elif kind == "memory":
-        signal_worker(victim, signal.SIGUSR1)
+        return run_out_of_memory(victim)
     elif kind == "kill":
         kill_worker(victim)
     else:  # the host dies; one worker may be killed meanwhile, and has to find back without it
@@ -117,11 +118,11 @@ def strike(kind: str, net, host, victim) -> None:
             kill_worker(victim)
             had = victim.shown["samples"]
             time.sleep(90)
-            if victim.shown["samples"] <= had:
-                print(f"volunteer {victim.number - 1} did not find back without the host", file=sys.stderr)
+            found_back = victim.shown["samples"] > had
         else:
             time.sleep(60)
         host.start()
+    return found_back
 
 
 def signal_worker(victim, number: int) -> int:
@@ -132,6 +133,19 @@ def signal_worker(victim, number: int) -> int:
     pid = victim.shown["pid"]
     os.kill(pid, number)
     return pid
+
+
+def run_out_of_memory(victim) -> bool:
+    """:returns: whether the same worker lost a microbatch and went on"""
+    from endurance_parts.swarm import wait_until
+
+    def lost() -> int:
+        began = max(event["at"] for event in victim.events("starting"))
+        told = [event for event in victim.events("skipped") if event["at"] >= began]
+        return told[-1]["counts"].get("out_of_memory", 0) if told else 0
+
+    before, pid = lost(), signal_worker(victim, signal.SIGUSR1)
+    return wait_until(lambda: lost() > before, RECOVER_WITHIN) and victim.shown["pid"] == pid
 
 
 def kill_worker(victim) -> None:

@@ -4,8 +4,9 @@
 
 A host, two volunteers and a stand-in for the Hub run on this machine and keep its cores busy. A newcomer is a fresh
 Python process (a notebook's kernel is up already when its button is pressed, so this is stricter): terms, login with a
-token at the Hub, worker, state from the others, first microbatches, first global step. Its clicks are counted by the
-screen that it is shown. Cold: the file cache of the system is dropped; neither the kit nor compiled code is cached.
+token at the Hub, worker, state from the others, first microbatches, first global step. `interactions` are what it has
+to do after that click: the token is pasted, the button pressed; a login that is on the machine already saves the first.
+Cold: the file cache of the system is dropped; neither the kit nor compiled code is cached.
 
 Then the original's 125.9 M parameters over a line of 20/10 Mbit/s (join_parts/link.py; minutes, needs root).
 """

@@ -281,7 +281,7 @@ def test_out_of_memory_halves_the_batch_and_training_goes_on(in_backward):
     trainer.train(until(trainer, 2))
     steps = [word[1] for word in optimizer.story if word[0] == "step"]
     assert steps == [2, 2, 2, 2], "16, 8 and 4 did not fit; never more than what fits is tried again"
-    assert trainer.batch_size == 2 and trainer.microbatches_lost == 3
+    assert trainer.batch_size == 2 and trainer.microbatches_too_large == 3
     assert [word[0] for word in witness.story] == ["microbatch", "microbatch", "epoch"] * 2
     assert all(parameter.grad is not None for parameter in trainer.model.parameters())
 
@@ -311,7 +311,7 @@ def test_activations_are_recomputed_before_a_sample_is_given_up():
         return squared_error(model, batch)
 
     trainer.train(until(trainer, 1))
-    assert trainer.model.checkpointing and trainer.batch_size == 1 and trainer.microbatches_lost == 3
+    assert trainer.model.checkpointing and trainer.batch_size == 1 and trainer.microbatches_too_large == 3
     assert [word[1] for word in optimizer.story if word[0] == "step"] == [1, 1]
 
 
@@ -344,7 +344,7 @@ def test_which_errors_mean_that_memory_ran_out(error, expected):
     trainer, _ = make_trainer(compute_loss)
     if expected:
         trainer.train(until(trainer, 1))
-        assert seen[:2] == [8, 4] and trainer.microbatches_lost == 1
+        assert seen[:2] == [8, 4] and trainer.microbatches_too_large == 1
     else:
         with pytest.raises(type(error)):
             trainer.train(until(trainer, 1))
@@ -479,7 +479,7 @@ def test_the_kits_tuner_in_the_loop_loses_one_microbatch_at_most(monkeypatch):
     trainer, optimizer = make_trainer(hungry(100), tuning=tuning, target=10**9)
     trainer.model.checkpointing = False
     trainer.train(lambda: tuner.settled)
-    assert trainer.microbatches_lost == tuner.ooms <= 1 and trainer.batch_size <= 100
+    assert trainer.microbatches_too_large == tuner.ooms <= 1 and trainer.batch_size <= 100
     assert told == [(trainer.tuning.setting, tuner.why)]
     assert {word[1] for word in optimizer.story if word[0] == "step"} > {8, 16}
 
@@ -529,7 +529,7 @@ def test_a_loss_that_is_not_finite_loses_its_microbatch_only():
     witness = Witness()
     trainer, optimizer = make_trainer(nan_at(1, 2), callbacks=[witness])
     trainer.train(until(trainer, 2))
-    assert trainer.microbatches_lost == 2
+    assert trainer.microbatches_not_finite == 2
     assert [word[0] for word in witness.story] == ["microbatch", "microbatch", "epoch"] * 2
     assert all(word[2] == word[2] for word in witness.story if word[0] == "epoch"), "no NaN in the epoch's mean"
     assert all(torch.isfinite(parameter).all() for parameter in optimizer.parameters)

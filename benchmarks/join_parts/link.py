@@ -1,4 +1,5 @@
-"""Joining over a home link: how long until the first microbatch, beside what the line alone would take.
+"""Joining over a home link: from the start of the process until the first microbatch begins, beside what the line alone
+would take.
 
     python benchmarks/join_parts/link.py [--run dalle-laion] [--down 20] [--up 10] [--rtt 40]
 
@@ -82,6 +83,12 @@ def run(*words: str) -> None:
 
 def be_peer(role: str, run_name: str, initial_peers: list[str]) -> None:
     """One JSON event a line: "connected" (the donor's addresses), "parameters", "microbatch", "statistics", "ready"."""
+    started, lock = time.monotonic(), threading.Lock()
+
+    def say(event: str, **fields) -> None:
+        with lock:
+            print(json.dumps({"event": event, "seconds": time.monotonic() - started, **fields}), flush=True)
+
     from volunteer_kit.runs import build_model, build_optimizer, build_param_groups, load_run
     from volunteer_kit.session.options import swarm_options
     from volunteer_kit.swarm.optimizer import SwarmOptimizer
@@ -92,12 +99,6 @@ def be_peer(role: str, run_name: str, initial_peers: list[str]) -> None:
     model = build_model(config)
     groups = build_param_groups(config, model)
     make_optimizer, make_scheduler = build_optimizer(config)
-    started, lock = time.monotonic(), threading.Lock()
-
-    def say(event: str, **fields) -> None:
-        with lock:
-            print(json.dumps({"event": event, "seconds": time.monotonic() - started, **fields}), flush=True)
-
     maddrs = [f"/ip4/{HOSTS[role]}/tcp/0"]
     peer = start_peer(PeerConfig(initial_peers=initial_peers, host_maddrs=maddrs, client_mode=role == "joiner"))
     say("connected", maddrs=peer.visible_maddrs(), rtt=round_trip(initial_peers))
@@ -258,6 +259,7 @@ def figures(said: dict[str, dict], down: float) -> dict[str, float | bool | None
         "state_mb": sizes["all_bytes"] / 1e6,
         "connected_s": said["connected"]["seconds"],
         "join_s": said["microbatch"]["seconds"],
+        "first_microbatch_done_s": said["computed"]["seconds"],
         "floor_s": floor,
         "over_floor": said["microbatch"]["seconds"] / floor,
         "statistics_s": said["statistics"]["seconds"],

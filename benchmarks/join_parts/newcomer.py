@@ -11,20 +11,22 @@ BEGAN = time.monotonic()
 
 
 class Screen:
-    """A surface that presses its one button at once, and counts what it was asked to do."""
+    """A surface that does at once what it is asked for, and counts that: each text typed, each button pressed. The
+    click that ran the cell comes before."""
 
     has_events = False
 
     def __init__(self) -> None:
-        self.interactions = 1  # the click that ran the cell
+        self.interactions = 0
         self.stages: dict[str, float] = {}
         self._is_told = False
 
     def welcome(self, terms, login) -> None:
         self._reach("terms")
-        self.interactions += 1
         if login is not None and login.name is None:
             login.check(sys.stdin.readline().strip())
+            self.interactions += 1
+        self.interactions += 1  # the button
         self._reach("logged in")
 
     def show(self, progress) -> None:

@@ -114,8 +114,8 @@ class Bench:
         trainer = self.trainer(tuning)
         tuning.measured = lambda samples, taken: seconds.append(taken)  # what the tuner would have been told
         self.memory.begin()
-        trainer.train(lambda: len(seconds) > times or trainer.microbatches_lost > 0)
-        return seconds[1:] if not trainer.microbatches_lost else []
+        trainer.train(lambda: len(seconds) > times or trainer.microbatches_too_large > 0)
+        return seconds[1:] if not trainer.microbatches_too_large else []
 
     def exhaustive(self, rounds: int) -> dict[Setting, float]:
         """Samples a second of every setting that is allowed, each run once in every round."""

@@ -48,9 +48,11 @@ class Tell(Callback):
             swarm_samples=progress.samples_accumulated,
             target_batch_size=optimizer.target_batch_size,
         )
-        counts = self.session.reading.counts()
-        if trainer.microbatches_lost:
-            counts["microbatch_not_finite"] = trainer.microbatches_lost
+        lost = {
+            "microbatch_not_finite": trainer.microbatches_not_finite,
+            "out_of_memory": trainer.microbatches_too_large,
+        }
+        counts = self.session.reading.counts() | {cause: number for cause, number in lost.items() if number}
         if counts != self._skipped:
             self._skipped = dict(counts)
             self.session.emit("skipped", counts=counts)

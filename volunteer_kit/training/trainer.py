@@ -116,7 +116,7 @@ class Trainer:
         self.loss_scale = LossScale(value=2.0**15, dynamic=True) if precision == "fp16" else LossScale()
         self.epoch_loss = EpochMean()
         self.samples_per_second = 0.0
-        self.microbatches_lost = 0  # not finite, or cut short by running out of memory
+        self.microbatches_not_finite = self.microbatches_too_large = 0  # those that were lost, by cause
 
     @property
     def epoch(self) -> int:
@@ -166,7 +166,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_microbatch(self, loss, samples)
         else:
-            self.microbatches_lost += 1
+            self.microbatches_not_finite += 1
         reports = self.optimizer.reports
         if self.optimizer.only_accumulated:  # averaging, downloads and outages say nothing about this device
             self.tuning.measured(samples, seconds)
@@ -179,6 +179,6 @@ class Trainer:
 
     def _drop_microbatch(self) -> None:
         """Out of memory: this microbatch is lost, the next is smaller. What was accumulated before keeps its weight."""
-        self.microbatches_lost += 1
+        self.microbatches_too_large += 1
         self.optimizer.zero_grad()
         self.tuning.out_of_memory()
