@@ -135,7 +135,7 @@ def test_a_peer_that_was_alone_follows_the_others_when_they_meet(tmp_path):
     """Two peers hold different models; one must adopt the other's, statistics included. What the first did alone
     counts once the second has it, and no sooner."""
     with local_swarm(tmp_path) as swarm:
-        first = swarm.add(metadata_expiration=120.0)  # half of it alone would be certainty
+        first = swarm.add(metadata_expiration=240.0)  # half of it alone would be certainty
         first.wait_epoch(2)
         second = swarm.add()
         second.wait_epoch(3, group_size=2)
