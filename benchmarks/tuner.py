@@ -2,9 +2,9 @@
 
     python benchmarks/tuner.py
 
-On five devices made of numbers; on this machine's CPU for real, with the kit's own Trainer; and, where there is an
-NVIDIA GPU, on it for real with memory limited to 6, 15 and 16 GB. `gap_to_best` is the share of the best speed that is
-missed.
+On five devices made of numbers; on this machine's CPU for real, with the kit's own Trainer (a quarter of an hour in
+all); and, where there is an NVIDIA GPU, on it for real with memory limited to 6, 15 and 16 GB. `gap_to_best` is the
+share of the best speed that is missed.
 """
 
 from __future__ import annotations
