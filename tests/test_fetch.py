@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
+import psutil
 import pytest
 
 from tests.demo_volunteer import demo_volunteer
 from volunteer_kit.checkpoint import load_checkpoint
-from volunteer_kit.fetch import fetch_checkpoint
+from volunteer_kit.fetch import Wanted, _read, fetch_checkpoint
 from volunteer_kit.generate import generate_images
 from volunteer_kit.home import Home
 from volunteer_kit.run_reader import RunError
@@ -25,6 +30,38 @@ def test_dead_peers_are_told_as_such(tmp_path):
     with pytest.raises(SwarmError, match="None of the run's first peers answered") as caught:
         fetch_checkpoint("demo", initial_peers=[NOBODY], out=tmp_path)
     assert caught.value.kind == "dead_peers"
+
+
+# As hivemind's: forked processes that hold the pipe of the one that was started.
+WITH_CHILDREN = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
+sys.stdin.readline()
+print('{"say": "%d %d %d"}' % (os.getpid(), children[0].pid, children[1].pid), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("deadline", "is_killed"), [(3.0, False), (600.0, True)])
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
+def test_a_process_that_dies_or_takes_too_long_is_the_end(tmp_path, monkeypatch, deadline, is_killed):
+    (tmp_path / "with_children.py").write_text(WITH_CHILDREN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    family: list[int] = []
+
+    def say(line: str) -> None:
+        family.extend(map(int, line.split()))
+        if is_killed:  # as for want of memory
+            os.kill(family[0], signal.SIGKILL)
+
+    wanted = Wanted(run={}, initial_peers=[], out=str(tmp_path), timeout=1.0)
+    with pytest.raises(SwarmError, match="without an answer \\(exit code -9"):
+        _read(wanted, deadline, say, module="with_children")
+    assert len(family) == 3
+    for pid in family:
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture(scope="module")

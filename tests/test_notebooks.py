@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -192,6 +194,40 @@ def test_it_installs_beside_a_torch_and_a_numpy_that_are_loaded(platform, tmp_pa
     assert "Installed in" in installing and "Kept as they were: torch==2.13.0+cpu, numpy==2.2.6" in installing
     assert "WARNING" not in installing and "ERROR" not in installing
     assert int(after.split()[3]) > 100_000
+
+
+# --- the first peer's cell, with a stand-in for the peer ---
+
+TALKATIVE = """#!{python}
+import pathlib, time
+print("This peer is up. Its addresses:", "  /ip4/127.0.0.1/tcp/1/p2p/x", "Ctrl-C stops it.", sep="\\n", flush=True)
+print("a line of a log\\n" * 20_000, flush=True)
+pathlib.Path("all is said").touch()
+time.sleep(600)
+"""
+
+
+def test_the_first_peer_may_say_as_much_as_it_likes_and_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    peer = tmp_path / "python"
+    peer.write_text(TALKATIVE.format(python=sys.executable))
+    peer.chmod(0o755)
+    names = {"Path": Path, "RUN_FILE": Path("my-run.yaml"), "sys": SimpleNamespace(executable=str(peer))}
+    cell = code_cells("host_a_run.ipynb")[2]
+    exec(cell, names)
+    first = names["host"]
+    try:
+        assert names["addresses"] == ["/ip4/127.0.0.1/tcp/1/p2p/x"]
+        deadline = time.monotonic() + 20
+        while not Path("all is said").exists():
+            assert time.monotonic() < deadline, "it is held up by what nobody reads"
+            time.sleep(0.01)
+        exec(cell, names)
+        assert first.poll() is not None and names["host"].poll() is None
+    finally:
+        for process in (first, names["host"]):
+            process.kill()
+            process.wait()
 
 
 # --- top to bottom ---

@@ -354,7 +354,10 @@ def test_the_board_through_a_real_dht(peer, people):
     "changes",
     [
         {"fingerprint": "short"},
-        {"fingerprint": "x" * 65},
+        {"fingerprint": "a" * 65},
+        {"fingerprint": "\x1b[2J0123456789"},  # what would clear the terminal that it is told in
+        {"fingerprint": "0123456789abcdef\n"},
+        {"fingerprint": "0123456789ABCDEF"},
         {"name": "x" * 65},
         {"epoch": -1},
         {"epoch": 2**31},

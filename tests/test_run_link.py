@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import http.server
+import os
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 
 import pytest
+import urllib3
 
 from volunteer_kit.run_link import MAX_RUN_FILE, LinkError, fetch_run_file
 from volunteer_kit.run_reader import RUN_FILES, RunError
@@ -19,19 +23,28 @@ PAGES: dict[str, tuple[int, bytes]] = {
     "/large": (200, b"#" * (MAX_RUN_FILE + 1)),
     "/elsewhere": (302, b""),
     "/binary": (200, b"\xff\xfe\x00"),
+    "/portal": (200, b"Welcome to the hotel.\nRoom: 12\n"),
 }
+FAULTS: dict[str, str] = {}  # path -> "cut", "reset", or another page's name
+CUT_AT = 100  # bytes of what was announced
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = PAGES.get(self.path, (404, b""))
+            fault = FAULTS.get(self.path, "")
+            status, body = PAGES.get(f"/{fault}") or PAGES.get(self.path) or (404, b"")
             self.send_response(status)
             self.send_header("Location", "/run.yaml")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[:CUT_AT] if fault in ("cut", "reset") else body)
+            if fault == "reset":
+                self.wfile.flush()
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                self.connection.close()
 
         def log_message(self, *_: object) -> None:
             pass
@@ -53,6 +66,47 @@ def test_a_link_is_a_run_and_an_earlier_copy_does_while_its_server_is_down(serve
     assert load_run(f"{server}/run.yaml") == load_run("demo") and kept.read_bytes() == DEMO
 
 
+@pytest.mark.parametrize("fault", ["cut", "reset", "portal", "page"])
+def test_what_is_not_the_whole_run_does_not_take_its_place(server, tmp_path, monkeypatch, fault):
+    kept = fetch_run_file(f"{server}/run.yaml", tmp_path)
+    monkeypatch.setitem(FAULTS, "/run.yaml", fault)
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path) == kept
+    assert kept.read_bytes() == DEMO and os.listdir(tmp_path) == [kept.name]
+
+
+@pytest.mark.parametrize("fault", ["cut", "reset"])
+def test_what_breaks_off_is_told_where_there_is_no_earlier_copy(server, tmp_path, monkeypatch, fault):
+    monkeypatch.setitem(FAULTS, "/run.yaml", fault)
+    with pytest.raises(LinkError, match="does not answer"):
+        fetch_run_file(f"{server}/run.yaml", tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_server_that_falls_silent_is_as_one_that_is_down(server, tmp_path, monkeypatch):
+    kept = fetch_run_file(f"{server}/run.yaml", tmp_path)
+
+    def falls_silent(url: str) -> bytes:
+        raise urllib3.exceptions.ReadTimeoutError(None, url, "timed out")
+
+    monkeypatch.setattr("volunteer_kit.run_link._get", falls_silent)
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path) == kept
+
+
+def test_a_newer_file_takes_the_place_of_an_older_one(server, tmp_path, monkeypatch):
+    kept = fetch_run_file(f"{server}/run.yaml", tmp_path)
+    monkeypatch.setitem(PAGES, "/run.yaml", (200, DEMO + b"# newer\n"))
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path) == kept and kept.read_bytes().endswith(b"# newer\n")
+    monkeypatch.setitem(PAGES, "/run.yaml", (200, b"run_id: broken\n"))
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path, is_run=lambda path: False) == kept
+    assert kept.read_bytes().endswith(b"# newer\n")
+
+
+def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(LinkError, match="cannot be kept in"):
+        fetch_run_file(f"{server}/run.yaml", tmp_path / "file")
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -61,6 +115,7 @@ def test_a_link_is_a_run_and_an_earlier_copy_does_while_its_server_is_down(serve
         ("/page", "a web page"),
         ("/large", "no run file"),
         ("/binary", "UTF-8"),
+        ("/portal", "YAML"),
     ],
 )
 def test_anything_else_is_told(server, tmp_path, monkeypatch, path, words):

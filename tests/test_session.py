@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
+from tests.demo_volunteer import demo_volunteer
+from volunteer_kit import session as session_module
 from volunteer_kit.home import Home
-from volunteer_kit.runs import build_model, load_run
+from volunteer_kit.runs import PROTOCOL_VERSION, build_model, load_run
+from volunteer_kit.session import Left, Session
+from volunteer_kit.session import lookout as lookout_module
 from volunteer_kit.session import pictures as pictures_module
-from volunteer_kit.session.lookout import memory_gb, should_renew
+from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
 from volunteer_kit.session.pictures import KEPT, DrawPictures
+from volunteer_kit.session.same_run import check_same_run, peer_ids
+from volunteer_kit.supervisor import Supervisor
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.training.protocol import WorkerSpec
 
 ROOMY, TIGHT = SimpleNamespace(total=16e9, available=8e9), SimpleNamespace(total=16e9, available=1e9)
 HOUR = 3600.0
@@ -91,3 +101,225 @@ def test_what_goes_wrong_with_drawing_is_told_once_and_training_goes_on(tmp_path
     draw.draw(model, 1)
     draw.draw(model, 2)
     assert told == ["warning"]
+
+
+# --- is it the same run? ---
+
+RUN = load_run("demo")
+OURS = SimpleNamespace(fingerprint=RUN.fingerprint, protocol=PROTOCOL_VERSION)
+OTHER = SimpleNamespace(fingerprint="f" * 32, protocol=PROTOCOL_VERSION)
+NEWER = SimpleNamespace(fingerprint="e" * 32, protocol=PROTOCOL_VERSION + 1)
+
+
+@pytest.mark.parametrize(
+    ("records", "named", "was_here", "outcome"),
+    [
+        ({}, (), False, None),
+        ({"a": OURS}, (), False, None),
+        ({"a": OTHER, "b": NEWER, "c": OURS}, (), False, None),
+        ({"a": OTHER}, (), False, "warning"),  # a stranger keeps nobody out
+        ({"a": NEWER}, (), False, "warning"),
+        ({"a": OTHER}, ("a",), False, "wrong_run"),  # the only volunteer of another run, whose address we were given
+        ({"a": NEWER}, ("a",), False, "outdated"),
+        ({"a": OTHER, "b": OTHER}, (), False, "wrong_run"),
+        ({"a": NEWER, "b": NEWER}, (), False, "outdated"),
+        ({"a": OTHER, "b": NEWER}, (), False, "wrong_run"),
+        ({"a": OTHER, "b": OTHER}, ("a",), True, "warning"),  # back from an outage, before the others are
+        ({"a": NEWER, "b": NEWER}, (), True, "warning"),
+    ],
+)
+def test_peers_of_another_run_are_told_and_strangers_keep_nobody_out(records, named, was_here, outcome):
+    if outcome in (None, "warning"):
+        told = check_same_run(RUN, records, named=named, was_here=was_here)
+        assert told is None if outcome is None else RUN.run_id in told
+    else:
+        with pytest.raises(SwarmError) as caught:
+            check_same_run(RUN, records, named=named, was_here=was_here)
+        assert caught.value.kind == outcome
+
+
+def test_peers_are_named_by_the_ends_of_addresses():
+    assert peer_ids(["/ip4/1.2.3.4/tcp/5/p2p/Qm1", "/ip6/::1/tcp/5/p2p/Qm2"]) == {"Qm1", "Qm2"}
+
+
+# --- watching and leaving, with stand-ins for the network ---
+
+
+class Swarm:
+    """The optimizer, as far as a session and its lookout see it."""
+
+    cut_off, cut_off_for, local_epoch = None, 0.0, 0
+    on_download = None
+
+    def __init__(self, join=lambda swarm: True):
+        self.state_averager = SimpleNamespace(abandon_statistics=(abandoned := threading.Event()).set)
+        self.abandoned, self._join = abandoned, join
+        self.reach = SimpleNamespace(known_peers=lambda: [])
+        self.uncertain_steps = SimpleNamespace(fate=lambda: None)
+
+    def traffic(self):
+        return 3, 5
+
+    def join(self, patience):
+        return self._join(self)
+
+    def settle(self, patience):
+        return ""
+
+
+class Events:
+    """What is told, in order."""
+
+    def __init__(self):
+        self.seen, self._queue = [], queue.Queue()
+
+    def __call__(self, event, **fields):
+        self._queue.put((event, fields))
+
+    def wait(self, kind):
+        """The next of this kind."""
+        while True:
+            self.seen.append(self._queue.get(timeout=20))
+            if self.seen[-1][0] == kind:
+                return self.seen[-1][1]
+
+
+@pytest.fixture
+def make_session(tmp_path, monkeypatch):
+    """A Session in the middle of its life; its lookout looks all the time."""
+    monkeypatch.setattr(lookout_module, "LOOK_EVERY", 0.01)
+    made = []
+
+    def make(optimizer, **changes):
+        session = Session.__new__(Session)
+        values = dict(
+            emit=Events(),
+            home=Home(tmp_path),
+            run=RUN,
+            spec=SimpleNamespace(checkpoint_dir=None, resume=False, batch_size=8, finish_at=None, renew_above_gb=None),
+            optimizer=optimizer,
+            trainer=None,
+            lookout=None,
+            peer=SimpleNamespace(dht=None, peer_id="us"),
+            board=SimpleNamespace(fetch=dict),
+            tally=SimpleNamespace(totals=SimpleNamespace(samples=0), samples=0, end=lambda fate: None),
+            reading=SimpleNamespace(share=lambda *_: None, next_batch=None),
+            publish=lambda: None,
+            model=SimpleNamespace(num_parameters=lambda: 1),
+            stream=SimpleNamespace(read_ahead=lambda samples: None),
+            compute=SimpleNamespace(
+                batch_size=8, likely_batch=8, plan=SimpleNamespace(precision="fp32"), gradients=lambda programs: None
+            ),
+        )
+        session.__dict__ |= {**values, **changes}
+        made.append(session)
+        return session
+
+    yield make
+    for session in made:
+        if session.lookout:
+            session.lookout.close()
+
+
+def test_the_download_of_the_state_is_watched(make_session):
+    """Whoever has set a limit to what goes over the line has it from the first byte on."""
+    told = Events()
+    session = make_session(Swarm(join=lambda swarm: told.wait("traffic")["received"] == 5), emit=told)
+    session._join(threading.Event())
+    told.wait("state_loaded")
+    session.lookout.close()
+    assert session.home.was_here(RUN.fingerprint)
+
+
+def test_whoever_leaves_does_not_wait_for_the_download(make_session):
+    leave = threading.Event()
+
+    def join(swarm):
+        swarm.on_download(1, 1000)
+        leave.set()
+        swarm.on_download(2, 1000)
+        raise AssertionError("it goes on")
+
+    with pytest.raises(Left):
+        make_session(Swarm(join))._join(leave)
+
+
+def test_a_look_that_fails_ends_no_other(make_session, capsys):
+    def fails():
+        raise TimeoutError("the DHT is busy")
+
+    session = make_session(Swarm(), board=SimpleNamespace(fetch=fails))
+    session.optimizer.traffic = fails
+    session.lookout = Lookout(session)
+    session.optimizer.cut_off = "nobody answers"
+    session.emit.wait("cut_off")
+    session.optimizer.cut_off = None
+    session.emit.wait("back")
+    session.optimizer.traffic = lambda: (8, 9)
+    assert session.emit.wait("traffic") == {"sent": 8, "received": 9}
+    session.lookout.close()
+    assert capsys.readouterr().err.count("Traceback") == 1
+
+
+def test_what_went_over_the_line_last_is_told_too(make_session):
+    session = make_session(Swarm())
+    session.lookout = Lookout(session)
+    session.emit.wait("traffic")
+    session.lookout._stop.set()
+    session.lookout._thread.join(20)
+    session.optimizer.traffic = lambda: (8, 9)
+    session.lookout.close()
+    assert session.emit.wait("traffic") == {"sent": 8, "received": 9}
+
+
+def test_a_line_that_was_dead_and_memory_that_was_small_before_the_training_mean_nothing(make_session, monkeypatch):
+    looked = threading.Event()
+    monkeypatch.setattr(lookout_module, "memory_gb", lambda: looked.set() or 1.0)
+    session = make_session(Swarm())
+    session.optimizer.cut_off_for = 1e9
+    session.lookout = Lookout(session)
+    for sent in range(3):  # looks
+        session.optimizer.traffic = lambda sent=sent: (sent, 0)
+        while session.emit.wait("traffic")["sent"] != sent:
+            pass
+    assert not session.lookout.must_dial_anew and not looked.is_set()
+    session.trainer = SimpleNamespace(samples_per_second=0.0)
+    assert looked.wait(20) and session.lookout.must_dial_anew
+
+
+def test_leaving_ends_the_wait_for_statistics(make_session, monkeypatch):
+    """A step that waits for them holds up the loop, which alone looks whether to stop."""
+    orders = SimpleNamespace(leave=threading.Event(), finish_at=None)
+    session = make_session(Swarm())
+
+    class Loop:
+        def __init__(self, *_, **__): ...
+
+        def train(self, should_stop):
+            orders.leave.set()
+            assert session.optimizer.abandoned.wait(20) and should_stop()
+
+    monkeypatch.setattr(session_module, "Trainer", Loop)
+    session.train(orders)
+
+
+@pytest.mark.slow
+def test_a_real_worker_tells_its_traffic_and_leaves_in_the_middle_of_the_download(tmp_path):
+    with demo_volunteer(tmp_path) as volunteer:
+        volunteer.wait_epoch(1)
+        spec = WorkerSpec(
+            run=RUN.model_dump(mode="json"),
+            initial_peers=volunteer.maddrs,
+            client_mode=True,
+            home=str(tmp_path / "home"),
+            threads=1,
+            max_mbps=0.2,  # a minute for the state
+        )
+        with Supervisor(spec, log_path=tmp_path / "newcomer.log", restart=False) as newcomer:
+            seen = []
+            while (event := newcomer.next_event(timeout=120)) is not None:
+                seen.append(event["event"])
+                if seen.count("downloading") > 3 and "traffic" in seen:
+                    break
+            assert newcomer.leave(timeout=25), (tmp_path / "newcomer.log").read_text()[-2000:]
+    assert "traffic" in seen and "state_loaded" not in seen

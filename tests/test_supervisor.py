@@ -41,7 +41,7 @@ children = [subprocess.Popen(sleep, stdout=sys.stdout), subprocess.Popen(sleep, 
 if "ignore" in life:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("Traceback: a loud crash", file=sys.stderr, flush=True)
-tell("starting", pid=os.getpid(), name=spec["name"], children=[child.pid for child in children])
+tell("starting", pid=os.getpid(), name=spec["name"], token=spec["hf_token"], children=[child.pid for child in children])
 if "garbage" in life:
     os.write(1, b"loading shard 3 of 9\n" + b"\xff\xfe\x00\n" + b"[1, 2]\n")
     os.write(1, b'{"event": "unknown"}\n' + b'{"event": []}\n')
@@ -51,7 +51,7 @@ if "met" in life:
 for number, total in enumerate(life.get("totals", ())):
     epoch(number, total)
 if "error" in life:
-    tell("error", kind="data", message=life["error"])
+    tell("error", kind=life.get("kind", "data"), message=life["error"])
 if "exit" in life:
     sys.exit(life["exit"])
 if "kill" in life:
@@ -238,6 +238,37 @@ def test_a_line_that_was_there_is_waited_for_as_long_as_it_takes(make):
     assert kinds(seen).count("restarting") == 5 and "Nobody could be reached" in seen[2]["message"]
 
 
+def test_outages_are_no_crashes(make):
+    outages = [{"met": True, "exit": OFFLINE}, *[{"exit": OFFLINE}] * 4]
+    supervisor = make(*outages, {"exit": 1}, *outages, {"totals": [1]}, max_restarts=1)
+    supervisor.start()
+    delays = [event["delay"] for event in until(supervisor, "epoch") if event["event"] == "restarting"]
+    assert delays[:6] == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.16, 0.01])
+
+
+PORT_TAKEN = {"error": "The port is taken by another program.\n1. See which one", "kind": "port_taken", "exit": 2}
+
+
+def test_what_is_in_the_way_only_now_is_tried_again_where_all_was_well_before(make):
+    supervisor = make({"met": True, "exit": 1}, PORT_TAKEN, {**PORT_TAKEN, "kind": "startup"}, {"totals": [1]})
+    supervisor.start()
+    told = [event["message"] for event in until(supervisor, "epoch") if event["event"] == "restarting"]
+    assert len(told) == 3 and told[1].startswith("The port is taken by another program; the worker starts again")
+
+
+def test_what_stays_in_the_way_ends_in_its_own_words(make):
+    supervisor = make({"met": True, "exit": 1}, PORT_TAKEN, max_restarts=2)
+    supervisor.start()
+    events = the_rest(supervisor)
+    assert kinds(events).count("restarting") == 2 and events[-1]["message"] == PORT_TAKEN["error"]
+
+
+def test_what_is_in_the_way_at_the_first_start_is_told_at_once(make):
+    supervisor = make(PORT_TAKEN)
+    supervisor.start()
+    assert kinds(the_rest(supervisor)) == ["starting", "error", "gave_up"]
+
+
 def test_a_worker_that_wants_to_begin_afresh_is_no_crash(make):
     supervisor = make({"totals": [2], "exit": RENEW}, {"totals": [3]}, backoff=60)
     supervisor.start()
@@ -366,6 +397,28 @@ def test_secrets_are_not_in_the_workers_environment(make, monkeypatch):
     pid = family(until(supervisor, "starting"))[0]
     environment = Path(f"/proc/{pid}/environ").read_bytes()
     assert b"hf_secret_value" not in environment and b"HARMLESS=yes" in environment
+
+
+def test_the_environments_token_is_handed_over_by_the_pipe(make, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    supervisor, own = make({}), make({})
+    own.spec = own.spec.model_copy(update={"hf_token": "hf_given"})
+    for one, token in ((supervisor, "hf_of_the_environment"), (own, "hf_given")):
+        one.start()
+        assert until(one, "starting")[-1]["token"] == token
+    assert supervisor.spec.hf_token is None
+
+
+def test_a_log_that_has_grown_for_months_is_cut(make):
+    supervisor = make({})
+    supervisor.log_path.parent.mkdir()
+    supervisor.log_path.write_bytes(b"a line of a log\n" * 700_000)
+    supervisor.start()
+    until(supervisor, "starting")
+    supervisor.leave()
+    log = supervisor.log_path.read_bytes()
+    assert log.startswith(b"a line of a log\n") and len(log) < 1_100_000
+    assert log.endswith(b"Traceback: a loud crash\n")
 
 
 PARENT = """

@@ -7,6 +7,7 @@ another process. One process at a time trains in it: it holds the lock.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import tempfile
@@ -18,6 +19,8 @@ from typing import Any
 
 MAX_FILE = 1 << 20  # bytes of a file that is read back
 MAX_KNOWN_PEERS = 16
+SHORT_WHILE = 86400.0  # s; longer than most outages, and shorter than until somebody comes again with an old kit
+MAX_LOG, LOG_KEPT = 10_000_000, 1_000_000  # bytes; what is kept of a log that has grown longer
 
 
 @dataclass
@@ -71,8 +74,8 @@ class Home:
     def lock(self, name: str = "volunteer", patience: float = 0.0) -> bool:
         """Be the one who trains here, waiting `patience` s for another to go. False if that one stays.
 
-        The system lets go when the holder dies, and all that were forked from it: of a killed kernel's worker the
-        peer is still saying goodbye, under the identity that the next worker has.
+        The system lets go when the holder dies. A worker's own lock, "worker", is held by all that were forked from it
+        too: of a killed kernel's worker the peer is still saying goodbye, under the identity that the next worker has.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -118,6 +121,17 @@ class Home:
         """Raises OSError."""
         self._write("peers.json", {"peers": peers[:MAX_KNOWN_PEERS]})
 
+    def was_here(self, fingerprint: str) -> bool:
+        """Whether this machine was in the run with these settings a short while ago: what begins now is a restart."""
+        last = self._read("stay.json")
+        when = last.get("time")
+        recently = isinstance(when, (int, float)) and abs(time.time() - when) < SHORT_WHILE
+        return recently and last.get("fingerprint") == fingerprint
+
+    def save_stay(self, fingerprint: str) -> None:
+        """It is in the run now. Raises OSError."""
+        self._write("stay.json", {"fingerprint": fingerprint, "time": round(time.time())})
+
     def status(self) -> dict[str, Any]:
         """What the process that trains here last showed; {} if there is nothing."""
         return self._read("status.json")
@@ -137,10 +151,46 @@ class Home:
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         """Whole or not at all: the machine may go away at any moment."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=name, delete=False, encoding="utf-8") as part:
-            json.dump(values, part)
+        part = tempfile.NamedTemporaryFile("w", dir=self.path, prefix=name, delete=False, encoding="utf-8")  # noqa: SIM115
         try:
+            with part:  # on a full disk it is closing that fails
+                json.dump(values, part)
             os.replace(part.name, self.path / name)
-        except OSError:
-            os.unlink(part.name)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
             raise
+
+
+# --- a worker's log ---
+
+
+def open_log(path: Path) -> io.FileIO:
+    """To append to. What has grown too long loses its beginning first; where nothing can be written it goes nowhere."""
+    try:
+        _cut(path)
+        return io.FileIO(path, "a")
+    except OSError:
+        return io.FileIO(os.devnull, "a")
+
+
+def _cut(path: Path) -> None:
+    """Within the file itself: a full disk has no room for another."""
+    if not path.is_file() or path.stat().st_size <= MAX_LOG:
+        return
+    with path.open("r+b") as log:
+        log.seek(-LOG_KEPT, os.SEEK_END)
+        end = log.read()
+        log.seek(0)
+        log.write(end.partition(b"\n")[2] or end)
+        log.truncate()
+
+
+def log_end(path: Path) -> str:
+    """Its last lines, for a message; "" where there are none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(f"  | {line[:200]}" for line in lines[-5:])

@@ -1,21 +1,45 @@
-"""Nothing of a worker stays behind: find and kill every process that it started."""
+"""A process that meets the swarm: started in a session of its own, and nothing of it stays behind."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 PROC = Path("/proc")
 
 
-def wait_for_exit(process: subprocess.Popen[bytes]) -> None:
+def start(module: str, mark: str, *, without: Collection[str] = (), **settings: Any) -> subprocess.Popen:
+    """`python -m module` of this kit, leader of its own session, `mark` (NAME=value) in its environment; its stdin and
+    stdout are pipes.
+
+    :param without: names of the environment that it does not get
+    :param settings: Popen's
+    Raises OSError.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    name, _, value = mark.partition("=")
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment | {name: value, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+        **settings,
+    )
+
+
+def wait_for_exit(process: subprocess.Popen) -> None:
     """Block until a child has ended, and leave it unreaped: its pid, and its group's, cannot be given to another."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         process.wait()

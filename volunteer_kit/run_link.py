@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import requests
+import urllib3
+import yaml
 
 from volunteer_kit.data.http_session import Session
 
@@ -19,21 +22,55 @@ class LinkError(Exception):
     """Why the link gave no run file, in words."""
 
 
-def fetch_run_file(url: str, folder: Path) -> Path:
-    """The file behind an http(s) address, in `folder`; an earlier copy where the server does not answer. Redirects are
-    not followed: the link should be the file's own. Raises LinkError."""
+def is_like_a_run(path: Path) -> bool:
+    """Whether it has what every run file has: a line `run_id: ...`. A hotel's login page has not."""
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return any(key.value == "run_id" for key, _ in root.value)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError, TypeError):
+        return False
+
+
+def fetch_run_file(url: str, folder: Path, is_run: Callable[[Path], bool] = is_like_a_run) -> Path:
+    """The file behind an http(s) address, in `folder`; an earlier copy where the server does not answer, or gives
+    something else. Redirects are not followed: the link should be the file's own.
+
+    :param is_run: what takes the earlier copy's place must pass; without an earlier copy anything is given, so that
+        its mistakes can be told
+    Raises LinkError.
+    """
     kept = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.yaml"
     try:
         text = _get(url)
-    except (requests.RequestException, OSError) as error:
+    except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         if kept.is_file():
             return kept
         raise LinkError(f"its server does not answer ({type(error).__name__})") from None
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _keep(text, kept, is_run)
+    except OSError as error:
+        raise LinkError(f"it cannot be kept in {folder} ({error.strerror or error})") from None
+
+
+def _keep(text: bytes, kept: Path, is_run: Callable[[Path], bool]) -> Path:
+    """Raises LinkError for a web page without an earlier copy, OSError."""
+    had_one = kept.is_file()
+    if had_one and kept.read_bytes() == text:
+        return kept
+    if text.lstrip()[:1] == b"<" and not had_one:
+        raise LinkError("it is a web page, not the file itself; on GitHub, take the link of the button Raw")
+    kept.parent.mkdir(parents=True, exist_ok=True)
     part = kept.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(text)
-    os.replace(part, kept)
-    return kept
+    try:
+        part.write_bytes(text)
+        if is_run(part):
+            os.replace(part, kept)
+        elif not had_one:
+            kept = kept.with_suffix(".refused.yaml")
+            os.replace(part, kept)
+        return kept
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _get(url: str) -> bytes:
@@ -43,8 +80,9 @@ def _get(url: str) -> bytes:
             if answer.status_code != 200:
                 raise LinkError(f"its server answered HTTP {answer.status_code}")
             text = answer.raw.read(MAX_RUN_FILE + 1)
+            announced = answer.headers.get("Content-Length", "")
     if len(text) > MAX_RUN_FILE:
         raise LinkError(f"it has more than {MAX_RUN_FILE} bytes, so it is no run file")
-    if text.lstrip()[:1] == b"<":
-        raise LinkError("it is a web page, not the file itself; on GitHub, take the link of the button Raw")
+    if announced.isdecimal() and len(text) < (size := int(announced[:9])):
+        raise urllib3.exceptions.IncompleteRead(len(text), size - len(text))
     return text

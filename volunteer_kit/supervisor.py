@@ -9,7 +9,6 @@ import queue
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -18,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from volunteer_kit.process_group import kill_all, wait_for_exit
+from volunteer_kit.home import log_end, open_log
+from volunteer_kit.process_group import kill_all, start, wait_for_exit
 from volunteer_kit.training.protocol import OFFLINE, REFUSED, RENEW, FinishAt, Leave, WorkerSpec, parse_event
 
 Event = dict[str, Any]
@@ -28,6 +28,7 @@ LINE_LIMIT = 2**20  # bytes; longer output is no event
 LOGGED = 2000  # bytes of a line of output that is no event
 MAX_BACKOFF = 60.0  # s
 SIGTERM_GRACE = 5.0  # s between SIGTERM and SIGKILL
+NOT_NOW = ("startup", "port_taken")  # errors that tell about this moment, where all was well before
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")  # environments are listed by `ps e`
 
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
@@ -76,7 +77,7 @@ class Supervisor:
         self._until_done = threading.Lock()  # held until the last worker is gone
         self._stopping = False
         self._finish: FinishAt | None = None
-        self._error = ""  # the newest "error" event's message
+        self._error = self._error_kind = ""  # the newest "error" event's message and kind
         self._samples = (0, 0)  # of workers that have ended, of the present one; replaced as a whole
         self._progressed = False  # the present worker took part in an epoch
         self._connected = False  # some worker has met the swarm
@@ -182,19 +183,25 @@ class Supervisor:
     # the supervising thread -------------------------------------------------------------------------
 
     def _supervise(self) -> None:
-        crashes = 0  # in a row
+        crashes = outages = 0  # in a row
         try:
             while True:
-                self._progressed, self._error = False, ""
+                self._progressed, self._error, self._error_kind = False, "", ""
                 if not self._run_worker() or self.exit_code == 0 or self._stopping:
                     return
                 if self.exit_code == RENEW and self._progressed:
                     continue
-                crashes = 1 if self._progressed else crashes + 1
+                if self._progressed:
+                    crashes = outages = 0
+                if self.exit_code == OFFLINE:
+                    outages += 1
+                else:
+                    crashes += 1
                 if not self._may_come_back(crashes):
                     self._tell("gave_up", message=self._why_given_up(crashes))
                     return
-                delay = min(MAX_BACKOFF, self.backoff * 2 ** (min(crashes, 10) - 1))
+                in_a_row = outages if self.exit_code == OFFLINE else crashes
+                delay = min(MAX_BACKOFF, self.backoff * 2 ** (min(in_a_row, 10) - 1))
                 self.restarts += 1
                 how = self._how_ended()
                 message = f"{how[0].upper()}{how[1:]}; the worker starts again in {delay:.0f} s."
@@ -208,19 +215,24 @@ class Supervisor:
 
     def _may_come_back(self, crashes: int) -> bool:
         """A line that was there once is waited for as long as it takes; what crashes again and again is not."""
-        if not self.restart or self.exit_code == REFUSED:
+        if not self.restart:
             return False
-        return self._connected if self.exit_code == OFFLINE else crashes <= self.max_restarts
+        if self.exit_code == OFFLINE:
+            return self._connected
+        if self.exit_code == REFUSED and not (self._connected and self._error_kind in NOT_NOW):
+            return False
+        return crashes <= self.max_restarts
 
     def _run_worker(self) -> bool:
         """One worker from start to end, its remains included. False if it was not to be started any more."""
         mark = f"VOLUNTEER_KIT_WORKER={secrets.token_hex(16)}"
-        with self._open_log() as log:
+        with open_log(self.log_path) as log:
             with self._process_lock:
                 if self._stopping:
                     return False
                 try:
-                    process = self._process = self._spawn(log.fileno(), mark)
+                    process = start(self.module, mark, without=SECRETS, stderr=log, bufsize=0)
+                    self._process = process
                 except OSError as error:
                     self.exit_code, self._error = None, f"it could not be started: {error}"
                     return True
@@ -230,7 +242,7 @@ class Supervisor:
             if self.spec is None:
                 self._signal(signal.SIGKILL)
             else:
-                self._write(self.spec.model_dump_json(), wait=True)
+                self._write(self._spec_to_write(self.spec), wait=True)
             if self._finish:
                 self._write(self._finish.model_dump_json())
             if self._stopping:
@@ -246,27 +258,10 @@ class Supervisor:
         self._samples = (self.total_samples, 0)
         return True
 
-    def _open_log(self) -> io.FileIO:
-        try:
-            return io.FileIO(self.log_path, "a")
-        except OSError:
-            return io.FileIO(os.devnull, "a")
-
-    def _spawn(self, log: int, mark: str) -> subprocess.Popen[bytes]:
-        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
-        name, _, value = mark.partition("=")
-        root = str(Path(__file__).resolve().parents[1])
-        environment |= {name: value, "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        return subprocess.Popen(
-            [sys.executable, "-m", self.module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            bufsize=0,
-            env=environment,
-            start_new_session=True,
-        )
+    def _spec_to_write(self, spec: WorkerSpec) -> str:
+        """With the token that the environment has, if it has none of its own: the worker does not inherit it."""
+        token = spec.hf_token or next(filter(None, map(os.environ.get, SECRETS)), None)
+        return spec.model_copy(update={"hf_token": token}).model_dump_json()
 
     def _read(self, process: subprocess.Popen[bytes], log: io.FileIO) -> None:
         """Events of one worker into the queue; runs in a thread of its own until the worker's stdout ends."""
@@ -291,7 +286,7 @@ class Supervisor:
         self._progressed |= kind == "epoch"
         self._connected |= kind == "state_loaded"
         if kind == "error":
-            self._error = str(event.get("message", ""))
+            self._error, self._error_kind = str(event.get("message", "")), str(event.get("kind", ""))
         if self._events.qsize() < QUEUE_LIMIT or kind not in ("step", "skipped"):
             self._events.put(event)
 
@@ -307,29 +302,22 @@ class Supervisor:
             return self._error or "it could not be started"
         if code == OFFLINE:
             return "nobody could be reached"
+        if code == REFUSED and self._error:
+            return self._error.splitlines()[0].rstrip(".")
         if code == -signal.SIGKILL:
             return "it was killed (SIGKILL), often the system's answer to a lack of memory"
         return f"it ended with exit code {code}" if code >= 0 else f"it was killed by signal {-code}"
 
     def _why_given_up(self, crashes: int) -> str:
         if self.exit_code in (REFUSED, OFFLINE):
-            return self._error or f"The worker refused to go on. {self.log_path} ends with:\n{self._log_end()}"
+            return self._error or f"The worker refused to go on. {self.log_path} ends with:\n{log_end(self.log_path)}"
         often = f"{crashes} times in a row" if crashes > 1 else "once, and restarting is switched off"
         return (
             f"The worker crashed {often} ({self._how_ended()}). Samples already counted are safe.\n"
             f"  1. Read the end of its log: tail -n 50 {self.log_path}\n"
             "  2. If it speaks of memory, close other programs; if of the disk, make room.\n"
-            f"  3. Join again.\nThe log ends with:\n{self._log_end()}"
+            f"  3. Join again.\nThe log ends with:\n{log_end(self.log_path)}"
         )
-
-    def _log_end(self) -> str:
-        try:
-            with open(self.log_path, "rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-                lines = log.read().decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return "\n".join(f"  | {line[:200]}" for line in lines[-5:])
 
     def _write(self, line: str, wait: bool = False) -> bool:
         # A worker that hangs before it reads fills the pipe; leaving must not hang with it.

@@ -89,7 +89,7 @@ def main() -> int:
         from volunteer_kit.data.errors import DataError
         from volunteer_kit.home import Home
         from volunteer_kit.run_reader import RunError
-        from volunteer_kit.session import Renew, Session
+        from volunteer_kit.session import Left, Renew, Session
     except ImportError as e:
         voice("error", kind="install", message=f"The kit is not installed completely: {e}\nInstall it again: {INSTALL}")
         return REFUSED
@@ -119,6 +119,8 @@ def main() -> int:
         return OFFLINE if isinstance(e, DataError) or kind == "dead_peers" else REFUSED
     try:
         session.train(orders)
+        return 0
+    except Left:
         return 0
     except Renew:
         return RENEW

@@ -9,10 +9,8 @@ SIGINT from the process it runs in, which a notebook's kernel must keep.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from volunteer_kit.home import Home
-from volunteer_kit.process_group import kill_all
+from volunteer_kit.process_group import kill_all, start, wait_for_exit
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import RunConfig, load_run
 from volunteer_kit.swarm.errors import SwarmError
@@ -72,20 +70,19 @@ def fetch_checkpoint(
     return _read(wanted, patience + MARGIN, say)
 
 
-def _read(wanted: Wanted, deadline: float, say: Callable[[str], None]) -> Path:
-    """Start the process, pass on what it says, and leave nothing of it behind."""
+def _read(wanted: Wanted, deadline: float, say: Callable[[str], None], module: str = "volunteer_kit.fetch") -> Path:
+    """Start the process, pass on what it says, and leave nothing of it behind.
+
+    The processes of its peer hold its stdout too: whenever it ends, by itself, killed, or by the deadline (s), so must
+    they, or there would be no end of what can be read.
+    """
     mark = f"VOLUNTEER_KIT_FETCH={secrets.token_hex(16)}"
-    name, _, value = mark.partition("=")
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "volunteer_kit.fetch"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            env={**os.environ, name: value, "PYTHONPATH": path}, start_new_session=True,
-        )  # fmt: skip
-        alarm = threading.Timer(deadline, process.kill)
+        process = start(module, mark, stderr=log, text=True)
+        alarm = threading.Timer(deadline, kill_all, (process.pid, mark))
+        watch = threading.Thread(target=_kill_the_rest, args=(process, mark), name="fetch", daemon=True)
         alarm.start()
+        watch.start()
         try:
             with process.stdin as stdin:
                 stdin.write(wanted.model_dump_json() + "\n")
@@ -101,6 +98,8 @@ def _read(wanted: Wanted, deadline: float, say: Callable[[str], None]) -> Path:
         finally:
             alarm.cancel()
             kill_all(process.pid, mark)
+            for thread in (alarm, watch):  # its pid is another's once it has been waited for
+                thread.join()
             process.wait()
             process.stdout.close()
         log.seek(0)
@@ -110,3 +109,8 @@ def _read(wanted: Wanted, deadline: float, say: Callable[[str], None]) -> Path:
         f"1. Try again; the swarm or this machine may have been busy.\nIts log ends with:\n{end}",
         kind="fetch",
     )
+
+
+def _kill_the_rest(process: subprocess.Popen, mark: str) -> None:
+    wait_for_exit(process)
+    kill_all(process.pid, mark)

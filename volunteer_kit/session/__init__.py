@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from volunteer_kit.session.compute import choose
 from volunteer_kit.session.lookout import Lookout
 from volunteer_kit.session.options import compute_loss, swarm_options
 from volunteer_kit.session.pictures import DrawPictures
+from volunteer_kit.session.same_run import check_same_run, peer_ids
 from volunteer_kit.session.tally import Tally
 from volunteer_kit.session.tell import Tell
 from volunteer_kit.swarm.errors import SwarmError
@@ -43,6 +45,10 @@ FINISH_PATIENCE = 60.0  # s to reach the last epoch once the others have, and th
 
 class Renew(Exception):
     """The process has grown and should begin afresh; all that it did is counted."""
+
+
+class Left(Exception):
+    """The volunteer has left before there was anything to train."""
 
 
 class Session:
@@ -105,35 +111,39 @@ class Session:
             optimizer=optimizer,
             scheduler=scheduler,
         )
-        self.optimizer.on_download = lambda done, total: self.emit("downloading", done=done, total=total)
         self.optimizer.on_round = lambda num_peers: self.emit("averaging", num_peers=num_peers)
+
+    def _check_same_run(self) -> None:
+        others = {str(peer): record for peer, record in self.board.fetch().items() if peer != self.peer.peer_id}
+        warning = check_same_run(
+            self.run,
+            others,
+            named=peer_ids([*self.run.initial_peers, *self.spec.initial_peers]),
+            was_here=self.home is not None and self.home.was_here(self.run.fingerprint),
+        )
+        if warning:
+            self.emit("warning", kind="wrong_run", message=warning)
+
+    def _join(self, leave: threading.Event) -> None:
+        """Take the swarm's state, watched from the first byte on: a volunteer may have set a limit. Raises Left."""
+
+        def on_download(done: int, total: int) -> None:
+            if leave.is_set():
+                raise Left
+            self._tell_download(done, total)
+
+        self.lookout = Lookout(self)
         resumed = self._resume()
-        taken = self.optimizer.join(patience=run.swarm.load_state_timeout)
+        self.optimizer.on_download = on_download
+        taken = self.optimizer.join(patience=self.run.swarm.load_state_timeout)
+        self.optimizer.on_download = self._tell_download
         source = "peers" if taken else "checkpoint" if resumed else "new"
         self.emit("state_loaded", epoch=self.optimizer.local_epoch, source=source)
         self.reading.share(self.peer.dht, swarm_options(self.run).run_key)
         self.publish()
-        self.lookout = Lookout(self)
 
-    def _check_same_run(self) -> None:
-        """Peers of the same name and other settings never meet in averaging; say so instead of training alone."""
-        others = [record for peer_id, record in self.board.fetch().items() if peer_id != self.peer.peer_id]
-        if others and all(record.protocol > PROTOCOL_VERSION for record in others):
-            raise SwarmError(
-                f"This kit is too old for the run {self.run.run_id!r}: the others have a newer one, and would not "
-                "understand yours.\n1. Update it: pip install -U volunteer-kit\n"
-                "2. In a notebook, restart the kernel, and run the cells again.",
-                kind="outdated",
-            )
-        if others and not any(record.fingerprint == self.run.fingerprint for record in others):
-            theirs = others[0].fingerprint
-            raise SwarmError(
-                f"The swarm trains the run {self.run.run_id!r} with other settings than yours "
-                f"(fingerprint {theirs[:12]}, yours is {self.run.fingerprint[:12]}), so your gradients would not fit.\n"
-                "1. Ask the host for the current run file and use it.\n"
-                "2. If it is the same file, update the kit: pip install -U volunteer-kit",
-                kind="wrong_run",
-            )
+    def _tell_download(self, done: int, total: int) -> None:
+        self.emit("downloading", done=done, total=total)
 
     def _resume(self) -> bool:
         """Go on from the newest good checkpoint, if there is one and it is of this run."""
@@ -155,7 +165,9 @@ class Session:
     # --- training ---
 
     def train(self, orders: Orders) -> None:
-        """Train until told to leave or to finish; then save."""
+        """Join; train until told to leave or to finish; then save. Raises Left, Renew, SwarmError, DataError."""
+        self._join(orders.leave)
+        threading.Thread(target=self._stop_waiting, args=(orders.leave,), name="leaving", daemon=True).start()
         tell, pictures = Tell(self), DrawPictures(self.run, self.home, self.emit)
         callbacks: list[Callback] = [tell, KeepGoodState(self.emit), pictures]
         saver = None
@@ -199,6 +211,11 @@ class Session:
             epoch, samples = self.optimizer.local_epoch, self.tally.samples
             self.emit("finished", epoch=epoch, path=str(path or ""), total_samples=samples)
             orders.leave.wait()  # others may still take our state
+
+    def _stop_waiting(self, leave: threading.Event) -> None:
+        """A step waits up to a quarter of an hour for statistics on their way; who leaves does not need them."""
+        leave.wait()
+        self.optimizer.state_averager.abandon_statistics()
 
     def _has_finished(self, orders: Orders) -> bool:
         """At the last epoch ourselves, or left behind by those who are: then their state is what we need."""

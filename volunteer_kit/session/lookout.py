@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,11 +21,12 @@ SWARM_EVERY = 15.0  # s between looks at the others' records, as often as they w
 MEMORY_EVERY = 30.0  # s; adding it up takes a tenth of a second
 SETTLED_AFTER = 300.0  # s from which on memory should no longer grow
 RENEW_AFTER = 1800.0  # s that a process lives at least, or its memory is not what grows
+MAX_TROUBLES = 20  # different ones that are logged
 GROWTH, SLACK_GB = 1.5, 0.5  # times what it was when it had settled, and this more
 
 
 class Lookout:
-    """A thread of its own: the others' records can take seconds to come.
+    """A thread of its own: the others' records can take seconds to come. Begins with the download of the state.
 
     `must_dial_anew`: the line is dead, and has been for so long that the peer may not find back by itself.
     `why_renew`: the reason why the process should begin afresh between two global steps, "" while there is none.
@@ -31,11 +35,12 @@ class Lookout:
     def __init__(self, session: Session):
         self.why_renew, self.must_dial_anew = "", False
         self._session = session
-        self._began = time.monotonic()
+        self._trains_since: float | None = None  # before, its memory says nothing about training
         self._swarm_at = self._memory_at = float("-inf")
         self._settled_gb: float | None = None
         self._cut_off: str | None = None
         self._traffic, self._counts = (-1, -1), False
+        self._troubles: set[str] = set()  # told
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
         self._thread.start()
@@ -43,29 +48,43 @@ class Lookout:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(timeout=10)
+        self._look(self._look_at_traffic)  # the last bytes count too
 
     def _run(self) -> None:
         while not self._stop.is_set():
             now = time.monotonic()
-            self._look_at_the_line()
-            if now - self._memory_at >= MEMORY_EVERY:
+            self._look(self._look_at_traffic)
+            self._look(self._look_at_the_line)
+            if self._session.trainer is not None and now - self._memory_at >= MEMORY_EVERY:
                 self._memory_at = now
-                self._look_at_memory(now - self._began)
+                self._trains_since = self._trains_since or now
+                self._look(self._look_at_memory, now - self._trains_since)
             began_to_count = self._session.tally.totals.samples > 0 and not self._counts
             if began_to_count or now - self._swarm_at >= SWARM_EVERY:
                 self._counts = self._session.tally.totals.samples > 0
                 self._swarm_at = now
-                self._look_at_the_others()
+                self._look(self._look_at_the_others)
             self._stop.wait(LOOK_EVERY)
+
+    def _look(self, look: Callable[..., None], *args: float) -> None:
+        """What goes wrong with one look is logged once, and ends neither the others nor the next."""
+        try:
+            look(*args)
+        except Exception as error:
+            if repr(error) not in self._troubles and len(self._troubles) < MAX_TROUBLES:
+                self._troubles.add(repr(error))
+                traceback.print_exc()
+
+    def _look_at_traffic(self) -> None:
+        sent, received = self._session.optimizer.traffic()
+        if (sent, received) != self._traffic:
+            self._traffic = sent, received
+            self._session.emit("traffic", sent=sent, received=received)
 
     def _look_at_the_line(self) -> None:
         emit, optimizer = self._session.emit, self._session.optimizer
-        if optimizer.cut_off_for > GIVE_UP_AFTER:
+        if self._session.trainer is not None and optimizer.cut_off_for > GIVE_UP_AFTER:
             self.must_dial_anew = True
-        sent, received = optimizer.traffic()
-        if (sent, received) != self._traffic:
-            self._traffic = sent, received
-            emit("traffic", sent=sent, received=received)
         reason, before = optimizer.cut_off, self._cut_off
         self._cut_off = reason
         if reason and not before:
@@ -87,11 +106,11 @@ class Lookout:
             share=samples / total if samples else None,
             samples_per_second=round(speed + sum(record.samples_per_second for record in others), 3),
         )
-        if session.home and (known := session.optimizer.reach.known_peers()):
-            try:
-                session.home.save_known_peers(known)
-            except OSError:  # only a convenience for after a restart
-                pass
+        if session.home:
+            with suppress(OSError):  # only a convenience for after a restart
+                session.home.save_stay(session.run.fingerprint)
+                if known := session.optimizer.reach.known_peers():
+                    session.home.save_known_peers(known)
 
     def _look_at_memory(self, age: float) -> None:
         held = memory_gb()

@@ -69,7 +69,7 @@ class PeerRecord(BaseModel):
     """One volunteer, as the others see it. At most a few hundred bytes."""
 
     peer_id: bytes
-    fingerprint: constr(strict=True, min_length=8, max_length=64)  # of the settings that must be equal to average
+    fingerprint: constr(strict=True, regex=r"[0-9a-f]{8,64}\Z")  # of the settings that must be equal to average
     name: constr(strict=True, max_length=64)
     device: constr(strict=True, max_length=64)
     epoch: conint(strict=True, ge=0, lt=MAX_EPOCH)

@@ -1,0 +1,56 @@
+"""Peers of the same name and other settings never meet in averaging: say so, instead of training alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from volunteer_kit.runs import PROTOCOL_VERSION, RunConfig
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.records import PeerRecord
+
+
+def check_same_run(
+    run: RunConfig, records: Mapping[str, PeerRecord], *, named: Collection[str], was_here: bool
+) -> str | None:
+    """A warning where the others seem to train something else; None where all is well.
+
+    Anybody can write a record, so that a single one keeps nobody out, unless it is of a peer that the run's file or
+    the volunteer has named; and nothing that others write sends away who comes back from an outage.
+
+    :param records: of the others, by peer id
+    :param named: peer ids among the initial peers
+    :param was_here: this machine was in the run with these settings a short while ago
+    Raises SwarmError (outdated, wrong_run).
+    """
+    problem = _mismatch(run, list(records.values()))
+    if problem is None:
+        return None
+    if was_here:
+        return f"{problem}\nThis machine was in the run a short while ago, so it goes on and waits for its others."
+    if len(records) == 1 and not set(records) & set(named):
+        return f"{problem}\nThat is the word of one peer that nobody vouches for, so the training begins all the same."
+    raise problem
+
+
+def peer_ids(maddrs: Collection[str]) -> set[str]:
+    """The peer ids at the ends of addresses."""
+    return {maddr.rpartition("/p2p/")[2] for maddr in maddrs}
+
+
+def _mismatch(run: RunConfig, others: list[PeerRecord]) -> SwarmError | None:
+    if others and all(record.protocol > PROTOCOL_VERSION for record in others):
+        return SwarmError(
+            f"This kit is too old for the run {run.run_id!r}: the others have a newer one, and would not "
+            "understand yours.\n1. Update it: pip install -U volunteer-kit\n"
+            "2. In a notebook, restart the kernel, and run the cells again.",
+            kind="outdated",
+        )
+    if others and not any(record.fingerprint == run.fingerprint for record in others):
+        return SwarmError(
+            f"The swarm trains the run {run.run_id!r} with other settings than yours "
+            f"(fingerprint {others[0].fingerprint[:12]}, yours is {run.fingerprint[:12]}), so your gradients would "
+            "not fit.\n1. Ask the host for the current run file and use it.\n"
+            "2. If it is the same file, update the kit: pip install -U volunteer-kit",
+            kind="wrong_run",
+        )
+    return None
