@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import psutil
 import pytest
@@ -82,6 +83,24 @@ def test_only_errors_that_a_person_can_mend_are_explained():
     assert explained(FileNotFoundError(2, "No such file", "/x")) == "No such file: /x"
     assert explained(KeyError("a bug")) is None
     assert explained(ModuleNotFoundError("no", name="volunteer_kit.gone")) is None
+
+
+def test_what_ended_the_training_is_told_line_by_line_and_without_a_strangers_bytes(monkeypatch):
+    from volunteer_kit.volunteer import Contribution
+
+    error = "It broke.\n  1. Read the log:\n  | \x1b]0;mine\x07\x1b[2Jx\u202ey [red]z[/red]"
+    monkeypatch.setattr("volunteer_kit.volunteer.join_swarm", lambda *_, **__: Contribution(0, 0, 0.0, None, "", error))
+    done = CliRunner().invoke(app, ["join", "demo"], catch_exceptions=False)
+    assert done.exit_code == 2 and done.stderr == "It broke.\n  1. Read the log:\n  | ]0;mine[2Jxy [red]z[/red]\n"
+    monkeypatch.setattr("volunteer_kit.volunteer.join_swarm", mock.Mock(side_effect=RunError("a\x1b[2Jb\n1. c")))
+    done = CliRunner().invoke(app, ["join", "demo"], catch_exceptions=False)
+    assert done.exit_code == 2 and done.stderr == "a[2Jb\n1. c\n"
+
+
+def test_the_caps_say_what_they_cover():
+    text = " ".join(run("join", "--help").stdout.replace("│", " ").split())
+    assert "model and gradients, both ways; data comes on top" in text
+    assert "model and gradients, each way; reading data comes on top" in text
 
 
 def wait_for(stream, word: str, timeout: float = 60) -> str:

@@ -259,6 +259,34 @@ def test_for_an_authority_the_hosts_own_app_asks_for_less(log_in, hub):
         assert outcome.kind == kind and outcome.name is None
 
 
+def log_in_for(run: str) -> tuple[str | None, str | None, list[str]]:
+    """Log in with the browser, if there is one for this run; name, link and notes. Runs in the client's process."""
+    from volunteer_kit.runs import load_run
+    from volunteer_kit.volunteer import _login
+
+    login = _login(load_run(run).authority)
+    browser = login.browser()
+    if browser is not None:
+        assert browser.wait(30)
+        login.from_browser()
+    return login.name, browser and browser.link, login.notes
+
+
+def test_a_run_with_an_app_of_its_hosts_offers_the_browser(world, hub, tmp_path):
+    from volunteer_kit.run_reader import RUN_FILES
+    from volunteer_kit.runs import load_run
+
+    demo, runs = (RUN_FILES / "demo.yaml").read_text(), []
+    for name, app in (("without", ""), ("with", ", oauth_client_id: the-hosts-app")):
+        runs.append(tmp_path / f"{name}.yaml")
+        runs[-1].write_text(f"{demo}\nauthority: {{url: 'https://auth.example.org', public_key: k{app}}}\n")
+    hub.tokens[hub.device.token] = "dora"
+    assert world[1](log_in_for, str(runs[0])) == (None, None, []) and hub.device.clients == []
+    name, link, _ = world[1](log_in_for, str(runs[1]))
+    assert name == "dora" and "user_code" in link and hub.device.clients == ["the-hosts-app"]
+    assert len({load_run(run).fingerprint for run in (RUN_FILES / "demo.yaml", *runs)}) == 1, "no setting of training"
+
+
 @pytest.mark.parametrize(
     "device, kind, text",
     [

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from volunteer_kit.companion import Companion
 from volunteer_kit.home import Home, Totals
-from volunteer_kit.stay import Stay
+from volunteer_kit.stay import PAUSED_BY_YOU, Stay, last_seen, seen_elsewhere
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.training.protocol import OFFLINE, WorkerSpec
+from volunteer_kit.widgets import words
 from volunteer_kit.widgets.progress import Progress
 
 WORKER = r"""
@@ -39,6 +45,19 @@ for line in sys.stdin:
     tell("left", total_samples=5, epochs=1)
     break
 """
+COMPANION = r"""
+import json, os, sys, time
+life = json.loads(sys.stdin.readline())["run"]
+open(life["companions"] + "/" + str(os.getpid()), "w").close()
+if not life.get("silent"):
+    maddrs = ["/ip4/127.0.0.1/tcp/7/p2p/" + str(os.getpid())]
+    event = {"event": "connected", "time": time.time(), "peer_id": "Qm", "maddrs": maddrs, "client_mode": False}
+    print(json.dumps(event), flush=True)
+if life.get("refuses"):
+    print(json.dumps({"event": "error", "time": time.time(), "kind": "k", "message": "No room.\n1. Make some."}))
+    sys.exit(2)
+sys.stdin.readline()
+"""
 
 
 @pytest.fixture
@@ -49,17 +68,36 @@ def make(tmp_path, monkeypatch):
     (tmp_path / "births").mkdir()
     made = []
 
-    def begin(life: dict | None = None, **caps) -> Stay:
-        worker = partial(Supervisor, module="stand_in_stay", backoff=0.01)
+    def begin(life: dict | None = None, companion=None, worker=Supervisor, **caps) -> Stay:
+        worker = partial(worker, module="stand_in_stay", backoff=0.01)
         stay = Stay(Home(tmp_path / "home"), Progress(run_id="r"), make_worker=worker, **caps)
         made.append(stay)
         stay.warm_up()
-        stay.begin(WorkerSpec(run={"births": str(tmp_path / "births"), **(life or {})}, name="ann"))
+        stay.begin(WorkerSpec(run={"births": str(tmp_path / "births"), **(life or {})}, name="ann"), companion)
         return stay
 
     yield begin
     for stay in made:
         stay.close()
+
+
+@pytest.fixture
+def make_companion(tmp_path, monkeypatch):
+    """make_companion(life) -> the real one, whose worker is a stand-in."""
+    (tmp_path / "stand_in_companion.py").write_text(COMPANION)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "companions").mkdir()
+    made = []
+
+    def build(worker=Supervisor, **life) -> Companion:
+        run = {"companions": str(tmp_path / "companions"), **life}
+        config = SimpleNamespace(model_dump=lambda mode: run, optimizer=SimpleNamespace(total_epochs=None))
+        made.append(Companion(config, Home(tmp_path / "other"), partial(worker, module="stand_in_companion")))
+        return made[-1]
+
+    yield build
+    for companion in made:
+        companion.close()
 
 
 def until(stay: Stay, found, timeout: float = 30.0) -> Progress:
@@ -84,7 +122,7 @@ def births(stay: Stay) -> int:
 
 def test_it_trains_leaves_and_is_seen_from_other_processes(make):
     stay = make()
-    until(stay, lambda p: p.my_samples == 100 and p.state == "training")
+    assert until(stay, lambda p: p.my_samples == 100 and p.state == "training").name == "ann"
     deadline = time.monotonic() + 10
     while Home(stay.home.path).status().get("my_samples") != 100:
         assert time.monotonic() < deadline
@@ -120,6 +158,22 @@ def test_resuming_before_the_worker_has_said_goodbye_is_not_forgotten(make):
     assert over(stay).state == "left" and births(stay) == 2
 
 
+def test_the_last_wish_holds(make):
+    stay = make()
+    until(stay, lambda p: p.my_samples == 100)
+    for wish in (stay.pause, stay.resume, stay.pause):
+        wish()
+    deadline = time.monotonic() + 20
+    while stay.worker_pid is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    gone = time.time()
+    until(stay, lambda p: p.updated > gone + 1 or p.state == "training")
+    assert stay.progress.state == "paused" and births(stay) == 1
+    stay.leave()
+    assert over(stay).state == "left" and births(stay) == 1
+
+
 def test_leaving_during_a_pause(make):
     stay = make()
     until(stay, lambda p: p.my_samples == 100)
@@ -130,15 +184,31 @@ def test_leaving_during_a_pause(make):
 
 
 @pytest.mark.parametrize(
-    ("caps", "life", "words"),
+    ("caps", "life", "says"),
     [
-        ({"max_gb": 1e-6}, {"sent": 2000}, "0.000001 GB|1e-06 GB"),
-        ({"max_hours": 0.5 / 3600}, {}, "hours"),
+        ({"max_gb": 1e-6}, {"sent": 2000}, "Your limit of 1.0 kB is"),
+        ({"max_hours": 1 / 3600}, {}, "Your limit of 1 s is"),
     ],
 )
-def test_caps(make, caps, life, words):
+def test_caps(make, caps, life, says):
     progress = over(make(life, **caps))
-    assert progress.state == "left" and any(word in progress.message for word in words.split("|"))
+    assert progress.state == "left" and says in progress.message
+
+
+def test_new_caps_hold_for_a_stay_that_goes_on_and_count_from_its_beginning(make):
+    stay = make({"sent": 2000}, max_gb=1.0)
+    until(stay, lambda p: p.bytes_sent == 2000)
+    stay.limit(1.0, None)
+    stay._began -= 3599.0
+    assert "Your limit of 1 h is" in over(stay).message
+
+
+def test_a_cap_that_is_not_given_again_stays(make):
+    stay = make({"sent": 2000}, max_gb=1.0)
+    until(stay, lambda p: p.bytes_sent == 2000)
+    stay.limit(1.0, 1e-6)
+    stay.limit(2.0, None)
+    assert "Your limit of 1.0 kB is" in over(stay).message
 
 
 def test_below_the_caps_it_stays(make):
@@ -150,7 +220,15 @@ def test_below_the_caps_it_stays(make):
 def test_a_finished_run_is_shared_for_a_while_and_left(make, monkeypatch):
     monkeypatch.setattr("volunteer_kit.stay.SHARE_FOR", 0.5)
     progress = over(make({"finishes": True}))
-    assert progress.state == "finished" and "finished" in progress.message
+    assert progress.state == "finished" and "\n".join(words.summary(progress)).count("finished") == 1
+
+
+def test_a_finished_run_is_not_paused(make):
+    stay = make({"finishes": True})
+    until(stay, lambda p: p.state == "finished")
+    stay.pause()
+    stay.leave()
+    assert over(stay).state == "finished"
 
 
 def test_a_worker_that_crashes_or_loses_the_line_comes_back_by_itself(make):
@@ -164,6 +242,126 @@ def test_closing_leaves_no_process(make):
     until(stay, lambda p: p.my_samples == 100)
     stay.close()
     assert stay.over and stay.worker_pid is None
+
+
+# A second volunteer on this machine
+
+
+def companions(tmp_path: Path) -> int:
+    return len(list((tmp_path / "companions").iterdir()))
+
+
+def specs(stay: Stay) -> list[dict]:
+    """What the workers were told, in their order."""
+    found = sorted((stay.home.path.parent / "births").iterdir(), key=lambda path: path.stat().st_mtime)
+    return [json.loads(path.read_text()) for path in found]
+
+
+def test_a_pause_is_the_companions_too(make, make_companion, tmp_path):
+    companion = make_companion()
+    stay = make(companion=companion)
+    until(stay, lambda p: p.my_samples == 100)
+    stay.pause()
+    until(stay, lambda p: p.detail == PAUSED_BY_YOU)
+    assert not companion.running and companions(tmp_path) == 1
+    stay.resume()
+    until(stay, lambda p: p.my_samples == 200 and p.state == "training")
+    first, second = (spec["initial_peers"] for spec in specs(stay))
+    assert companion.running and companions(tmp_path) == 2 and second == companion.maddrs != first
+    assert not stay.progress.warnings
+    stay.leave()
+    assert over(stay).state == "left" and not companion.running
+
+
+def test_leaving_and_caps_while_the_companion_comes_up(make, make_companion):
+    for caps, wish in (({}, Stay.leave), ({"max_hours": 0.5 / 3600}, lambda stay: None), ({}, Stay.close)):
+        companion = make_companion(silent=True)
+        stay = make(companion=companion, **caps)
+        until(stay, lambda p: "comes up" in p.detail)
+        wish(stay)
+        assert over(stay, timeout=10).state == "left"
+        assert births(stay) == 0 and not companion.running and stay.worker_pid is None
+
+
+def test_a_pause_while_the_companion_comes_up(make, make_companion, tmp_path):
+    companion = make_companion(silent=True)
+    stay = make(companion=companion)
+    until(stay, lambda p: "comes up" in p.detail)
+    stay.pause()
+    until(stay, lambda p: p.detail == PAUSED_BY_YOU, timeout=10)
+    assert not companion.running and stay.worker_pid is None
+    stay.resume()
+    until(stay, lambda p: "comes up" in p.detail)
+    assert companion.running and births(stay) == 0
+
+
+def test_a_companion_that_is_late_is_ended_and_the_worker_begins_alone(make, make_companion, monkeypatch):
+    monkeypatch.setattr("volunteer_kit.companion.STARTUP", 0.5)
+    companion = make_companion(silent=True)
+    stay = make(companion=companion)
+    progress = until(stay, lambda p: p.my_samples == 100)
+    ((_, warning),) = progress.warnings
+    assert "did not start: it did not answer within two minutes" in warning and "alone" in warning
+    assert not companion.running and specs(stay)[0]["initial_peers"] == []
+
+
+def test_a_dead_companion_is_told_once(make, make_companion):
+    stay = make(companion=make_companion(refuses=True))
+    ((when, warning),) = until(stay, lambda p: p.my_samples == 100 and p.warnings).warnings
+    assert "has left: No room. Yours goes on alone" in warning
+    progress = until(stay, lambda p: p.updated > when + 1)
+    assert progress.warnings == [(when, warning)] and progress.state == "training"
+
+
+def test_what_is_closed_before_it_starts_does_not_start(make_companion, tmp_path):
+    class ClosedMeanwhile(Supervisor):
+        def start(self):
+            companion.close()
+            super().start()
+
+    for companion in (make_companion(), make_companion(ClosedMeanwhile)):
+        if companion._worker.__class__ is Supervisor:
+            companion.close()
+        companion.start()
+        assert not companion.running
+    assert companions(tmp_path) == 0
+
+
+# What should not happen
+
+
+class Breaks(Supervisor):
+    def next_event(self, timeout=None):
+        raise RuntimeError("the floor is wet")
+
+
+def test_a_fault_of_ours_is_no_thank_you(make):
+    stay = make(worker=Breaks)
+    progress = over(stay)
+    assert progress.state == "failed" and "the floor is wet" in progress.message and "\n1. " in progress.message
+    assert str(stay.home.log) in progress.message and "Traceback" in stay.home.log.read_text()
+    assert stay.worker_pid is None and stay.home.lock() and last_seen(stay.home).state == "failed"
+
+
+def test_a_fault_at_the_end_does_not_keep_anybody_waiting(make, make_companion, monkeypatch):
+    companion = make_companion()
+    stay = make(companion=companion)
+    until(stay, lambda p: p.my_samples == 100)
+    monkeypatch.setattr(companion, "leave", lambda: 1 / 0)
+    monkeypatch.setattr(stay.home, "save_status", lambda status: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    stay.leave()
+    assert over(stay).state == "failed" and not companion.running and stay.home.lock()
+
+
+def test_what_others_saved_of_themselves(tmp_path):
+    home = Home(tmp_path)
+    assert last_seen(home) is None
+    for unreadable in ({"state": "flying"}, {"state": ["training"]}, {"updated": "noon"}):
+        home.save_status(unreadable)
+        assert last_seen(home) is None and seen_elsewhere(home).state == "training"
+    home.save_status(Progress(state="averaging").as_dict())
+    assert last_seen(home).state == "averaging" and seen_elsewhere(home).is_elsewhere
 
 
 def test_a_stay_that_never_began_is_closed_too(tmp_path, make):

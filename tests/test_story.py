@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from volunteer_kit.story import Story, thinned
-from volunteer_kit.training.protocol import EVENTS, dump_event, parse_event
+from volunteer_kit.training.protocol import EVENTS, OFFLINE, dump_event, parse_event
 from volunteer_kit.widgets.progress import POINTS, WARNINGS, Progress
+from volunteer_kit.widgets.words import headline
 
 SAMPLES = {
     "pid": 1, "name": "n", "device": "CPU", "batch_size": 8, "precision": "fp32", "threads": 1, "why": "because.",
@@ -20,6 +21,10 @@ SAMPLES = {
 
 def event(name: str, **changes) -> dict:
     return parse_event(dump_event(name, **({field: SAMPLES[field] for field in EVENTS[name]} | changes)))
+
+
+def restarting(exit_code: int) -> dict:
+    return {"event": "restarting", "exit_code": exit_code, "delay": 8.0, "restarts": 1, "message": "m"}
 
 
 def told(*events: dict) -> Progress:
@@ -52,7 +57,10 @@ def test_an_event_of_a_later_version_changes_nothing():
         ([event("cut_off")], "reconnecting", "the line is dead"),
         ([event("cut_off"), event("step")], "reconnecting", "the line is dead"),
         ([event("cut_off"), event("back")], "training", ""),
-        ([{"event": "restarting", "delay": 8.0, "restarts": 1, "message": "m"}], "reconnecting", "again in 8 s"),
+        ([event("finished"), event("cut_off")], "finished", ""),
+        ([event("finished"), event("cut_off"), event("back")], "finished", ""),
+        ([restarting(-9)], "restarting", "in 8 s"),
+        ([restarting(OFFLINE)], "reconnecting", "in 8 s"),
         ([event("renewing")], "starting", "afresh"),
         ([event("finished")], "finished", ""),
         ([event("error"), {"event": "gave_up", "message": "no way"}], "failed", ""),
@@ -71,6 +79,16 @@ def test_numbers_arrive():
     assert p.plan == "batches of 32, fp32, recomputing activations to save memory" and p.why == "fastest"
     assert (p.my_samples, p.my_epochs, p.rank, p.share, p.volunteers) == (900, 2, 3, 0.25, 3)
     assert (p.bytes_sent, p.bytes_received, p.loss, p.epoch) == (5, 7, [(3, 4.25)], 3)
+
+
+def test_the_place_is_among_those_that_it_was_told_with():
+    assert told(event("step", num_peers=5)).volunteers == 5
+    p = told(event("swarm", rank=3, num_peers=3), event("step", num_peers=2))
+    assert (p.rank, p.volunteers) == (3, 3) and "3rd of 3 volunteers" in headline(p)
+
+
+def test_the_name_is_the_workers():
+    assert told(event("starting") | {"name": "ann"}).name == "ann"
 
 
 def test_traffic_is_added_up_over_workers():

@@ -10,14 +10,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
+from volunteer_kit import volunteer
 from volunteer_kit.home import Home
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import load_run
+from volunteer_kit.stay import Stay
+from volunteer_kit.supervisor import Supervisor
+from volunteer_kit.training.protocol import WorkerSpec
 from volunteer_kit.volunteer import join_swarm, status
+from volunteer_kit.widgets.progress import Progress
 
 CLI = [sys.executable, "-u", "-m", "volunteer_kit.cli"]
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -58,6 +64,129 @@ def test_status_of_another_process(tmp_path, monkeypatch):
     assert home.lock()
     home.save_status({"state": "training", "my_samples": 7, "updated": 5.0})
     assert status().my_samples == 7
+    other = Home(None, "other", "e" * 32)
+    assert other.lock()
+    for of_another_version in ({"state": "telepathy", "updated": 9.0}, {"state": "training", "updated": [9.0]}):
+        other.save_status(of_another_version)
+        assert status().my_samples == 7
+
+
+class Screen:
+    """Answers with what is in `wishes`, and keeps what was said and shown."""
+
+    def __init__(self, *wishes: str):
+        self.wishes, self.said, self.shown = [*wishes], [], []
+
+    def welcome(self, terms, login) -> None:
+        raise KeyboardInterrupt
+
+    def show(self, progress) -> None:
+        self.shown.append(progress)
+
+    def pump(self, seconds: float) -> list[str]:
+        return [self.wishes.pop(0)] if self.wishes else []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def close(self, progress=None) -> None:
+        self.shown.append(progress)
+
+
+class Goes(Supervisor):
+    """A worker without a process, until it is asked to leave."""
+
+    pid, goes, errors = None, False, ()
+
+    def start(self) -> None:
+        self.goes = True
+
+    def next_event(self, timeout=None):
+        if self.errors:
+            raise self.errors[0]
+        time.sleep(min(timeout, 0.01))
+
+    @property
+    def running(self) -> bool:
+        return self.goes
+
+    def begin_leave(self, timeout=30.0) -> None:
+        self.goes = False
+
+    leave = close = begin_leave
+
+
+class Breaks(Goes):
+    errors = (RuntimeError("the floor is wet"),)
+
+
+@pytest.fixture
+def stay(tmp_path, monkeypatch):
+    """stay(worker) -> one that has begun, and that join_swarm finds."""
+    made = []
+
+    def begin(worker=Goes) -> Stay:
+        made.append(Stay(Home(tmp_path / "home"), Progress(run_id="r"), make_worker=worker))
+        made[-1].warm_up()
+        made[-1].begin(WorkerSpec(run={}, name="ann", max_mbps=5.0))
+        monkeypatch.setattr(volunteer, "_stay", made[-1])
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+def test_what_is_given_to_a_stay_that_goes_on(stay):
+    screen = Screen("detach")
+    one = stay()
+    join_swarm("r", max_gb=2.0, max_hours=4.0, max_mbps=5.0, name="bob", batch_size=8, surface=screen)
+    assert "after 4 h or 2.0 GB now, counted from its beginning" in screen.said[1]
+    assert "keeps the batch_size, name that" in screen.said[2] or "keeps the name, batch_size that" in screen.said[2]
+    assert one._max_seconds == 4 * 3600 and one._max_bytes == 2e9 and not one.over
+    screen = Screen("detach")
+    join_swarm("r", name="ann", surface=screen)
+    assert len(screen.said) == 2 and one._max_bytes == 2e9  # nothing new, nothing said
+    one._began -= 4 * 3600
+    assert join_swarm("r", surface=Screen()).error is None and one.over
+
+
+def test_a_fault_is_in_the_contribution(stay):
+    stay(Breaks)
+    seen = Screen()
+    gave = volunteer._accompany(volunteer._stay, seen)
+    assert "the floor is wet" in gave.error and seen.shown[-1].state == "failed"
+
+
+@pytest.mark.parametrize("wish", ["leave", "detach"])
+def test_looking_on_ends_when_asked_and_holds_no_controls(tmp_path, wish):
+    there, here = Home(tmp_path), Home(tmp_path)
+    assert there.lock()
+    there.save_status(Progress(state="training", my_samples=7).as_dict())
+    screen = Screen("pause", wish)
+    gave = volunteer._look_on(here, screen)
+    assert "another window, which holds the controls" in screen.said[0] and gave.error is None
+    assert [p.is_elsewhere for p in screen.shown] == 3 * [True] and screen.shown[0].my_samples == 7
+    there.unlock()
+    assert here.lock()
+
+
+def test_stop_before_the_start_declines(tmp_path, monkeypatch):
+    monkeypatch.setattr(volunteer, "Stay", lambda *_, **caps: Stay(*_, make_worker=Goes, **caps))
+    screen = Screen()
+    assert join_swarm("demo", home=tmp_path / "home", surface=screen).samples == 0  # on the first screen
+    assert screen.said == ["You did not start: no training has begun."] and Home(tmp_path / "home").lock()
+    for place in ("volunteer_kit.runs.load_run", "volunteer_kit.volunteer._login"):
+        monkeypatch.setattr(place, mock.Mock(side_effect=KeyboardInterrupt))
+        screen = Screen()
+        assert join_swarm("demo", home=tmp_path / "other", surface=screen).samples == 0
+        assert screen.said == ["You did not start: no training has begun."]
+
+
+def test_addresses_may_be_one_string():
+    one, two = "/ip4/1.2.3.4/tcp/5/p2p/Qm", "/ip4/1.2.3.4/tcp/6/p2p/Qn"
+    for given in (f"{one}, {two}", [one, two]):
+        assert volunteer._listed("--initial-peers", given, "/ip4/x/p2p/y") == [one, two]
 
 
 def wait_for(path: Path, pattern: str, process: subprocess.Popen, timeout: float) -> re.Match:
@@ -157,8 +286,6 @@ import json, os, sys, time
 from volunteer_kit import join_swarm, status, volunteer
 
 class Screen:
-    has_events = True
-
     def __init__(self, wish, at):
         self.wish, self.at = wish, at
 

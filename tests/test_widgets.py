@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -68,9 +69,8 @@ def test_numbers_for_people(function, value, says):
          "Downloading the model: 43 %, about 2 min left"),
         ({"state": "downloading", "detail": "43 %, about 2 min left"}, "Downloading the model: 43 %, about 2 min left"),
         ({"state": "downloading"}, "Downloading the model"),
-        ({"state": "waiting", "detail": "for 3 others"}, "Waiting for 3 others"),
         ({"state": "reconnecting", "detail": "in 8 s"}, "Connection lost, trying again in 8 s"),
-        ({"state": "reconnecting", "detail": "again in 8 s"}, "Connection lost, trying again in 8 s"),
+        ({"state": "restarting", "detail": "in 8 s"}, "The training program broke off and starts again in 8 s"),
         ({"state": "reconnecting", "detail": "the worker ended"}, "Connection lost, trying again: the worker ended"),
         ({"state": "averaging", "detail": "5 s"}, "Averaging with the others: 5 s"),
         ({"state": "connecting"}, "Connecting to the other volunteers"),
@@ -92,6 +92,38 @@ def test_the_last_word_stands_when_it_is_over():
     assert words.meaning(training(message="not yet")) == words.MEANINGS["training"]
     first, second = words.summary(training(state="left"))
     assert "Thank you" in first and "12,345 samples of yours in 212 steps, 3.4 %" in second
+
+
+FAILURE = "The worker crashed.\n  1. Read the log:\n  2. Make room\x1b[31m.\n\n" + 300 * "  | <b>tail</b>\n"
+
+
+def test_the_ways_out_of_a_failure_stay_in_their_lines():
+    told = words.meaning(training(state="failed", message=FAILURE))
+    assert told.startswith("The worker crashed.\n  1. Read the log:\n  2. Make room[31m.\n  | <b>tail")
+    assert 1900 < len(told) <= words.LONGEST_MESSAGE
+    failed = training(state="failed", message=FAILURE)
+    html = page.progress_page(failed)
+    assert "crashed.\n  1. Read the log:\n  2. Make room[31m.\n  | &lt;b&gt;" in html and "\x1b" not in html
+    assert ".vk-meaning" in page.STYLE.split("white-space: pre-line")[0]
+    lines: list[str] = []
+    TextSurface(write=lines.append).close(failed)
+    assert lines[:3] == ["Stopped. The worker crashed.", "  1. Read the log:", "  2. Make room[31m."]
+    TextSurface(write=lines.append).say("one\n\n1. two")
+    assert lines[-2:] == ["one", "1. two"]
+    out = io.StringIO()
+    on_terminal(out).print(picture(failed))
+    assert "    1. Read the log:" in out.getvalue().splitlines()[2]
+
+
+def test_what_else_there_is_to_know_of_a_stay():
+    assert words.stay(training(name="ann", checkpoint="/c/7")) == "as ann, 2 h 7 min here; newest checkpoint: /c/7"
+    assert "other window" in words.stay(training(is_elsewhere=True))
+    assert "other window" not in words.stay(training(is_elsewhere=True, state="left"))
+
+
+def test_nothing_is_promised_that_is_not_kept():
+    said = " ".join([*words.MEANINGS.values(), *(text for _, text in Terms("demo").points())])
+    assert "handed over;" in words.MEANINGS["leaving"] and "not handed over" in said and "nothing is lost" not in said
 
 
 def test_what_is_not_known_is_not_invented():
@@ -128,6 +160,19 @@ def test_what_comes_from_outside_is_escaped():
     html += page.browser_login("javascript:alert(1)", EVIL) + page.lines([EVIL], "error") + page.agreed(Terms(EVIL))
     assert "<script" not in html and "javascript:" not in html and "\x1b" not in html and "\u202e" not in html
     assert html.count("&lt;script&gt;") >= 10 and '"https://x/"' not in html
+
+
+def test_a_link_that_is_none_is_shown_and_breaks_nothing():
+    html = page.live(training(help_url="https://[x<b>")) + page.terms(Terms("demo", help_url="https://[x"))
+    assert "Help: https://[x&lt;b&gt; (no address)" in html and "href" not in html
+
+
+def test_who_sees_a_token_is_said_alike_twice():
+    terms = Terms("demo", checked_by="auth.example.org<")
+    hint = page.token_hint("https://hub/tokens", False, terms.checked_by)
+    assert "memory" in hint and "goes to the Hub and to auth.example.org&lt;, the run's authority." in hint
+    assert "passed on" not in hint and "goes to the Hub." in page.token_hint("https://hub/tokens", False)
+    assert "Your login goes to the Hub and to auth.example.org<" in dict(terms.points())["What leaves this machine"]
 
 
 def test_pictures_that_are_no_png_or_too_large_are_left_out():
@@ -170,13 +215,26 @@ def test_platforms(monkeypatch, variable, name, says):
 
 def test_terms_say_what_runs_what_leaves_and_what_it_costs():
     terms = Terms("demo", "A model.", max_hours=6, max_mbps=20, max_gb=1.5, download_bytes=5e8, step_bytes=2.5e8,
-                  watts=90, checked_by="auth.example.org", platform=Platform("colab"))  # fmt: skip
+                  checked_by="auth.example.org", platform=Platform("colab"))  # fmt: skip
     text = "\n".join(f"{heading}: {body}" for heading, body in terms.points())
-    for part in ("IP address, which other peers see", "Never files", "username", "auth.example.org", "90 W of power",
+    for part in ("IP address, which other peers see", "Never files", "username", "auth.example.org", "full load",
                  "500 MB to download", "250 MB with each step",
                  "6 h at most, 20 Mbit/s at most, 1.5 GB at most", "compute units"):  # fmt: skip
         assert part in text
     assert "max_hours" in dict(Terms("demo").points())["Limits"]
+
+
+@pytest.mark.parametrize(
+    "caps, says",
+    [
+        ({"max_hours": 1 / 30}, "2 min at most."),
+        ({"max_gb": 0.5}, "500 MB at most. Of the line, model and gradients count; reading the data"),
+        ({"max_mbps": 8}, "8 Mbit/s at most. Of the line, model and gradients count; reading the data"),
+    ],
+)
+def test_limits_say_what_they_cover(caps, says):
+    limits = dict(Terms("demo", **caps).points())["Limits"]
+    assert limits.startswith(says) and limits.endswith(".")
 
 
 # Text and terminal
@@ -224,6 +282,8 @@ def test_where_nobody_answers_terms_are_printed_and_have_to_be_accepted(capsys, 
     with pytest.raises(TermsError, match=r"1\. .*volunteer-kit join demo\n2\. .*--accept-terms"):
         open_surface("text").welcome(Terms("demo"), None)
     assert "Never files" in capsys.readouterr().out
+    with pytest.raises(TermsError, match=r"kit join '/my runs/a.yaml'\n2\..*join_swarm\('/my runs/a.yaml', accept"):
+        open_surface("text").welcome(Terms("demo", run="/my runs/a.yaml"), None)
     open_surface("text", accept_terms=True).welcome(Terms("demo"), None)
     with pytest.raises(TermsError, match="needs a login.*\n.*expired.*\n1. .*HF_TOKEN"):
         open_surface("text", accept_terms=True).welcome(Terms("demo"), Choice())
@@ -251,8 +311,24 @@ def test_ctrl_c_declines(monkeypatch, error):
 
     monkeypatch.setattr("builtins.input", refuse)
     monkeypatch.setattr("volunteer_kit.widgets.text.can_answer", lambda kernel: True)
-    with pytest.raises(Declined, match="nothing has run"):
+    with pytest.raises(Declined, match="no training has begun"):
         TextSurface(write=lambda line: None).welcome(Terms("demo"), None)
+
+
+@pytest.mark.parametrize(
+    "answer, starts", [("", True), ("y", True), (" Yes ", True), ("n", False), ("no", False), ("quit", False)]
+)
+def test_only_a_yes_is_a_yes(monkeypatch, answer, starts):
+    monkeypatch.setattr("builtins.input", lambda prompt: answer)
+    monkeypatch.setattr("volunteer_kit.widgets.text.can_answer", lambda kernel: True)
+    with contextlib.nullcontext() if starts else pytest.raises(Declined, match="no training has begun"):
+        TextSurface(write=lambda line: None).welcome(Terms("demo"), None)
+
+
+def on_terminal(out: io.StringIO):
+    from rich.console import Console
+
+    return Console(file=out, width=100, force_terminal=True, highlight=False, markup=False, no_color=True)
 
 
 def test_the_terminal_shows_the_same_words_and_no_markup():
@@ -265,6 +341,8 @@ def test_the_terminal_shows_the_same_words_and_no_markup():
     for part in (words.headline(training()), "12,345", "3,021 of 4,096", "[red]x[/red]", "[p]ause", "Tesla T4"):
         assert part in text
     assert "\x1b[31m" not in text and "\x07" not in text
+    console.print(picture(training(is_elsewhere=True), keys=True))
+    assert "[q]uit looking" in out.getvalue()
     surface = TerminalSurface(console=console)
     assert isinstance(surface, Surface)
     surface.show(training())

@@ -32,7 +32,7 @@ surface = open_surface({arguments})
 login = Login(for_authority=True)
 login.find()
 try:
-    surface.welcome(Terms("demo"), login)
+    surface.welcome(Terms("demo", checked_by="auth.example.org"), login)
     print("welcome", login.identity, flush=True)
 except (Declined, TermsError) as error:
     print(type(error).__name__, error, flush=True)
@@ -92,12 +92,17 @@ def test_one_screen_one_button_and_the_token_is_nowhere(page, manager, hub):
     field = wait_for(page, _model_name="PasswordModel")
     assert page.find(value="IP address, which other peers see")
     assert len([s for s in page.widgets().values() if s["_model_name"] == "ButtonModel"]) == 1
+    assert page.find(value="goes to the Hub and to auth.example.org, the run's authority")
     for typed, answer in (("", "Log in first"), (WRITE, "can write"), ("hf_unknown", "does not know this token")):
         page.fill(field, typed)
         page.click(button)
         wait_for(page, value=answer)
         assert cell not in page.replies
+    before = len(page.outputs)
     page.fill(field, READ)
+    wait_for(page, value="Your token is here. Press Start.")
+    sent = [m["content"] for m in page.outputs[before:] if m["content"].get("comm_id") == field]
+    assert {"value": ""} in [content["data"].get("state") for content in sent], "it is no longer in the field"
     page.click(button)
     page.until_replied(cell)
     assert "welcome Identity(name='anna', orgs=())" in page.text(cell)
@@ -156,6 +161,16 @@ def test_pause_resume_and_leave(page):
     assert len(of_plan) <= 1, "a text that somebody unfolded is not drawn again"
     last = [m["content"] for m in page.outputs if m["msg_type"] == "update_display_data"][-1]
     assert "You have left" in last["data"]["text/html"] and page.widgets() == {}
+
+
+def test_who_looks_on_has_no_buttons_but_to_stop_looking(page):
+    cell = page.run(SHOW.replace("Progress(run_id", "Progress(is_elsewhere=True, run_id"))
+    stop = wait_for(page, description="Stop looking")
+    pause = wait_for(page, description="Pause")
+    page.until(lambda: page.widgets()[pause]["disabled"])
+    page.click(stop)
+    page.until_replied(cell)
+    assert "wishes ['leave']" in page.text(cell)
 
 
 def test_it_draws_at_most_twice_a_second(page):

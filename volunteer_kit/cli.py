@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from volunteer_kit import __version__
+from volunteer_kit.widgets.words import plain_lines
 
 app = typer.Typer(
     name="volunteer-kit",
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+MESSAGE = 20_000  # characters of one
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Run = Annotated[str, typer.Argument(help="A run's name (demo, emoji), the path of its YAML file, or org/name.")]
@@ -74,10 +76,15 @@ def _plain_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
             text = explained(error)
             if text is None:
                 raise
-            _stderr.print(text, style="red", markup=False)
+            _complain(text)
             raise typer.Exit(2) from None
 
     return guarded
+
+
+def _complain(text: str) -> None:
+    """Strangers may have written some of it: no control characters reach the terminal."""
+    _stderr.print(plain_lines(text, MESSAGE), style="red", markup=False)
 
 
 def _listed(values: list[str] | None) -> list[str]:
@@ -126,8 +133,13 @@ def join(
         typer.Option("--accept-terms", "--yes", "-y", help="You know the terms; they are shown all the same."),
     ] = False,
     max_hours: Annotated[float | None, typer.Option(min=0.001, help="Leave after so many hours.")] = None,
-    max_mbps: Annotated[float | None, typer.Option(min=0.1, help="Mbit/s that may be used, each way.")] = None,
-    max_gb: Annotated[float | None, typer.Option(min=0.001, help="Leave after so many GB, sent and received.")] = None,
+    max_mbps: Annotated[
+        float | None, typer.Option(min=0.1, help="Mbit/s for model and gradients, each way; reading data comes on top.")
+    ] = None,
+    max_gb: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Leave after so many GB of model and gradients, both ways; data comes on top."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What others see beside your numbers.")] = None,
     client_mode: Annotated[
         bool | None,
@@ -169,7 +181,7 @@ def join(
         new_swarm=new_swarm,
     )
     if result.error:
-        _stderr.print(result.error, style="red", markup=False)
+        _complain(result.error)
         raise typer.Exit(2)
 
 

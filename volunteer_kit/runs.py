@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -94,6 +95,26 @@ class AuthorityConfig(BaseModel):
     url: str = Field(max_length=500, pattern=r"^https?://")
     public_key: str = Field(max_length=4000)
     organization: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")  # on the Hub; its members join
+    oauth_client_id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]{1,100}$",
+        description=(
+            "The client id of an OAuth app of the host's own (huggingface.co/settings/applications/new; scopes openid "
+            "and profile, nothing more; device code allowed). With it volunteers can log in with their browser. "
+            "Without it they need a token: the Hub's general app asks for all rights, which no authority should get."
+        ),
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        try:
+            host = urlsplit(url).hostname
+        except ValueError:
+            host = None
+        if not host:
+            raise impossible("", f"{url!r} is no address", "write it as https://NAME")
+        return url
 
 
 class RunConfig(BaseModel):
@@ -216,9 +237,16 @@ def require_data(config: RunConfig) -> None:
         )
 
 
-def require_ready(config: RunConfig, draws: bool = False) -> None:
+def require_ready(config: RunConfig, draws: bool = False, max_mbps: float | None = None) -> None:
     """Raises RunError or DataError when this machine cannot begin the run as it stands, before anything starts.
-    `draws`: it will make pictures too, for which a run that reads codes needs more than for training."""
+    `draws`: it will make pictures too, for which a run that reads codes needs more than for training. `max_mbps`: what
+    its line may be used for."""
+    if max_mbps is not None and max_mbps < (least := least_mbps(config)):
+        raise RunError(
+            f"max_mbps is {max_mbps:g}, and the run {config.run_id!r} needs {least:.2g}: gradients would take longer "
+            f"than the {config.swarm.allreduce_timeout:g} s that the others wait for them.\n"
+            f"1. Give {math.ceil(least)} or more, or leave it out.\n2. On a slower line, join a smaller run."
+        )
     if draws or needs_images(config):
         require_tokenizers(config)
     require_data(config)
@@ -248,6 +276,11 @@ def step_bytes(config: RunConfig) -> int:
     """What one global step sends and receives, about: gradients there and their average back."""
     bytes_each = {"none": 4, "float16": 2}.get(config.swarm.grad_compression, 1)
     return 2 * parameters_of(config) * bytes_each
+
+
+def least_mbps(config: RunConfig) -> float:
+    """Mbit/s each way without which a round fails, for all its members: it ends when gradients take too long."""
+    return step_bytes(config) / 2 * 8e-6 / config.swarm.allreduce_timeout
 
 
 def build_stream(

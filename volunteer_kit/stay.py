@@ -6,7 +6,11 @@ import copy
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
 
 from volunteer_kit.companion import Companion
 from volunteer_kit.home import Home
@@ -14,11 +18,13 @@ from volunteer_kit.story import Story
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.training.protocol import WorkerSpec
 from volunteer_kit.widgets.progress import Progress
+from volunteer_kit.widgets.words import duration, size
 
 SHOW_EVERY = 0.25  # s between two pictures
 STATUS_EVERY = 1.0  # s between two writings of the status file
 SHARE_FOR = 60.0  # s after the run's end in which others may still take the state
-PAUSED_BY_YOU = "press Resume to go on; nothing is lost"
+GOODBYE = "saying goodbye to the others"
+PAUSED_BY_YOU = "press Resume to go on; what you gave stays counted"
 
 
 class Stay:
@@ -30,7 +36,7 @@ class Stay:
 
     :param progress: what is known before the worker has said anything
     :param max_hours: leave after so long
-    :param max_gb: leave when so much was sent and received, 1e9 bytes
+    :param max_gb: leave when so much was sent and received, 1e9 bytes of the model and gradients
     """
 
     def __init__(
@@ -43,18 +49,19 @@ class Stay:
         make_worker: Callable[..., Supervisor] = Supervisor,
     ):
         self.home, self.progress = home, copy.copy(progress)
+        self.spec: WorkerSpec | None = None  # what the worker is to do, from begin() on
         self._story = Story(progress)
-        self._max_seconds = 3600 * max_hours if max_hours else None
-        self._max_bytes = 1e9 * max_gb if max_gb else None
+        self._max_seconds = self._max_bytes = float("inf")
+        self.limit(max_hours, max_gb)
         self._make_worker = make_worker
         self._worker = make_worker(None, log_path=home.log)
         self._companion: Companion | None = None
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._leaving = self._paused = self._wants_back = False
+        self._leaving = self._paused = self._wants_back = self._closing = False
+        self._has_work = self._misses_companion = False
         self._status_at = float("-inf")
         self._finished_at: float | None = None
         self._began = time.monotonic()
-        self._spec: WorkerSpec | None = None
         self._over = threading.Lock()  # held until all is over; a lock of C's, which an interrupt cannot harm
         self._over.acquire()
         self._thread: threading.Thread | None = None
@@ -66,11 +73,16 @@ class Stay:
         self._worker.start()
 
     def begin(self, spec: WorkerSpec, companion: Companion | None = None) -> None:
-        """Train. With a companion, as soon as that is up."""
-        self._spec, self._companion, self._began = spec, companion, time.monotonic()
+        """Train. With a companion, as soon as that is up; alone, if it does not come."""
+        self.spec, self._companion, self._began = spec, companion, time.monotonic()
         self._story.progress.started = time.time()
         self._thread = threading.Thread(target=self._run, name="stay", daemon=True)
         self._thread.start()
+
+    def limit(self, max_hours: float | None, max_gb: float | None) -> None:
+        """New caps, which hold at once, from the stay's beginning on; None: that one stays as it is."""
+        self._max_seconds = 3600 * max_hours if max_hours else self._max_seconds
+        self._max_bytes = 1e9 * max_gb if max_gb else self._max_bytes
 
     def pause(self) -> None:
         """Leave the swarm in good order until resume()."""
@@ -85,10 +97,9 @@ class Stay:
 
     def close(self) -> None:
         """End everything at once."""
-        self._leaving = True
+        self._closing = self._leaving = True
         self._orders.put("leave")
-        for supervisor in self._supervisors():
-            supervisor.close()
+        self._close_workers()
         if self._thread is not None:
             self._thread.join(timeout=30)
         self.home.unlock()
@@ -104,126 +115,170 @@ class Stay:
     # --- the thread ---
 
     def _run(self) -> None:
-        try:
-            self._begin_worker()
-            while True:
-                event = self._worker.next_event(timeout=SHOW_EVERY)
-                while event is not None:
-                    self._take(event)
-                    event = self._worker.next_event(timeout=0)
-                self._obey()
-                self._come_back()
-                self._keep_the_caps()
-                self._look_after_the_companion()
-                self._show()
-                if not self._worker.running and not self._paused:
-                    break
-                if not self._worker.running:
-                    time.sleep(SHOW_EVERY)
-        finally:
-            self._end()
+        with ExitStack() as ends:  # each of them happens, the last one first
+            for end in (self._over.release, self.home.unlock, partial(self._show, now=True), self._close_workers):
+                ends.callback(end)
+            for part in (self._live, self._say_goodbye):
+                try:
+                    part()
+                except Exception as error:
+                    self._break(error)
 
-    def _begin_worker(self) -> None:
-        spec = self._spec
-        if self._companion is not None:
-            self._story.be("starting", "a second volunteer comes up on this machine")
+    def _live(self) -> None:
+        self._call_the_companion()
+        while self._worker.running or (self._paused and self._story.progress.state != "failed"):
+            if not self._worker.running:
+                time.sleep(SHOW_EVERY)
+            self._listen(SHOW_EVERY)
+            self._obey()
+            self._look_after_the_companion()
+            self._come_back()
+            self._keep_the_caps()
             self._show()
-            self._companion.start()
-            spec = spec.model_copy(update={"initial_peers": self._companion.address()})
-            if not spec.initial_peers:
-                self._story.warn(f"The second volunteer did not start: {self._companion.error}")
-            self._spec = spec
-        self._story.be("starting", "preparing the model and the data")
-        self._worker.begin(spec)
-        self._show()
+        self._listen(0)  # its last words
 
-    def _take(self, event: dict) -> None:
-        self._story.take(event)
-        if event["event"] == "finished" and self._finished_at is None:
-            self._finished_at = time.monotonic()
+    def _listen(self, timeout: float) -> None:
+        event = self._worker.next_event(timeout=timeout)
+        while event is not None:
+            self._story.take(event)
+            if event["event"] == "finished" and self._finished_at is None:
+                self._finished_at = time.monotonic()
+            event = self._worker.next_event(timeout=0)
         if self._leaving and self._story.progress.state not in ("failed", "finished"):
-            self._story.be("leaving", "the last work is being handed over")
+            self._story.be("leaving", GOODBYE)
 
     def _obey(self) -> None:
         while True:
             try:
                 order = self._orders.get_nowait()
             except queue.Empty:
-                return
+                break
             if order == "leave":
                 self._begin_leave()
-            elif order == "pause" and not self._paused and not self._leaving:
-                self._paused = True
-                self._worker.begin_leave()
-                self._story.be("paused", PAUSED_BY_YOU)
             elif order == "resume":
                 self._wants_back = self._paused
-
-    def _come_back(self) -> None:
-        """From a pause, once the worker of before has said goodbye."""
-        if self._wants_back and self._paused and not self._worker.running:
-            self._paused = self._wants_back = False
-            self._worker = self._make_worker(self._spec, log_path=self.home.log)
-            self._worker.start()
-            self._story.be("starting", "back from the pause")
+            elif not self._leaving and self._finished_at is None:
+                self._paused, self._wants_back = True, False
+                self._begin_goodbye()
+        if self._paused and self._story.progress.state != "failed":
+            if self._companion is not None and not self._worker.running:
+                self._companion.begin_leave()
+            self._story.be("paused", GOODBYE if self._anybody_trains() else PAUSED_BY_YOU)
 
     def _begin_leave(self) -> None:
         if not self._leaving:
             self._leaving = True
             if self._story.progress.state not in ("finished", "failed"):
-                self._story.be("leaving", "the last work is being handed over")
+                self._story.be("leaving", GOODBYE)
         self._paused = False
-        self._worker.begin_leave()
+        self._begin_goodbye()
+
+    def _begin_goodbye(self) -> None:
+        if self._has_work:
+            self._worker.begin_leave()
+        else:
+            self._worker.close()  # it has met nobody
+
+    def _anybody_trains(self) -> bool:
+        return self._worker.running or (self._companion is not None and self._companion.running)
+
+    def _come_back(self) -> None:
+        """From a pause, once all have said goodbye."""
+        if self._wants_back and self._paused and not self._anybody_trains():
+            self._paused = self._wants_back = self._has_work = False
+            self._worker = self._make_worker(None, log_path=self.home.log)
+            self._worker.start()
+            if self._closing:  # meanwhile, when there was no such worker yet
+                self._worker.close()
+            self._call_the_companion()
+
+    # --- the companion, who comes first: the worker needs its address ---
+
+    def _call_the_companion(self) -> None:
+        self._misses_companion = False
+        if self._companion is None:
+            self._begin_work(self.spec)
+            return
+        self._story.be("starting", "a second volunteer comes up on this machine")
+        self._show()
+        self._companion.start()
+
+    def _look_after_the_companion(self) -> None:
+        companion = self._companion
+        if companion is None or self._paused or self._leaving:
+            return
+        companion.drain()
+        if companion.error and not self._misses_companion:
+            self._misses_companion = True  # told once
+            what = "has left" if companion.maddrs else "did not start"
+            why = companion.error.rstrip(".")
+            self._story.warn(f"The second volunteer of this machine {what}: {why}. Yours goes on alone.")
+            companion.give_up()
+        if not self._has_work and (companion.maddrs or companion.error):
+            self._begin_work(self.spec.model_copy(update={"initial_peers": companion.maddrs}))
+
+    def _begin_work(self, spec: WorkerSpec) -> None:
+        self._story.be("starting", "preparing the model and the data")
+        self._has_work = True
+        self._worker.begin(spec)
+        self._show()
+
+    # --- limits, the picture, the end ---
 
     def _keep_the_caps(self) -> None:
         p = self._story.progress
-        if self._paused and p.state != "failed":
-            self._story.be("paused", PAUSED_BY_YOU)
         if self._leaving:
             return
-        reached = ""
-        if self._max_seconds and time.monotonic() - self._began >= self._max_seconds:
-            reached = f"Your limit of {self._max_seconds / 3600:g} hours is reached."
-        elif self._max_bytes and p.bytes_sent + p.bytes_received >= self._max_bytes:
-            reached = f"Your limit of {self._max_bytes / 1e9:g} GB is reached."
-        elif self._finished_at is not None and time.monotonic() - self._finished_at >= SHARE_FOR:
-            reached = "The run is finished."
-        if reached:
-            p.message = reached
-            self._begin_leave()
+        if time.monotonic() - self._began >= self._max_seconds:
+            p.message = f"Your limit of {duration(self._max_seconds)} is reached."
+        elif p.bytes_sent + p.bytes_received >= self._max_bytes:
+            p.message = f"Your limit of {size(self._max_bytes)} is reached."
+        elif self._finished_at is None or time.monotonic() - self._finished_at < SHARE_FOR:
+            return
+        self._begin_leave()
 
-    def _look_after_the_companion(self) -> None:
-        if self._companion is not None:
-            self._companion.drain()
-            if self._companion.error and not self._leaving:
-                self._story.warn(self._companion.error)
-
-    def _show(self) -> None:
+    def _show(self, now: bool = False) -> None:
         self._story.progress.updated = time.time()
         self.progress = copy.copy(self._story.progress)
-        now = time.monotonic()
-        if now - self._status_at >= STATUS_EVERY:
-            self._status_at = now
-            self._save_status()
+        if now or time.monotonic() - self._status_at >= STATUS_EVERY:
+            self._status_at = time.monotonic()
+            with suppress(OSError):  # a full disk: those who look from elsewhere see the last one
+                self.home.save_status(self.progress.as_dict())
 
-    def _save_status(self) -> None:
-        try:
-            self.home.save_status(self.progress.as_dict())
-        except OSError:  # a full disk: those who look from elsewhere see the last one
-            pass
+    def _break(self, error: Exception) -> None:
+        """What should not happen: say so, rather than goodbye."""
+        with suppress(OSError), self.home.log.open("a") as log:
+            traceback.print_exception(error, file=log)
+        self._story.be("failed")
+        self._story.progress.message = (
+            f"The program that looks after the training broke ({type(error).__name__}: {error}), so the training was "
+            "ended. What you gave stays counted.\n1. Join again.\n"
+            f"2. If it happens again, show the host the end of the log: tail -n 50 {self.home.log}"
+        )
 
-    def _end(self) -> None:
+    def _say_goodbye(self) -> None:
+        if self._has_work:
+            self._worker.leave()  # at once, unless it was we who broke
         if self._companion is not None:
-            self._companion.supervisor.begin_leave()
-            self._companion.supervisor.leave()
+            self._companion.leave()
         if self._story.progress.state not in ("finished", "failed"):
             self._story.be("left")
-        for supervisor in self._supervisors():
-            supervisor.close()
-        self._status_at = float("-inf")
-        self._show()
-        self.home.unlock()
-        self._over.release()
 
-    def _supervisors(self) -> list[Supervisor]:
-        return [self._worker, *([self._companion.supervisor] if self._companion else [])]
+    def _close_workers(self) -> None:
+        for one in (self._companion, self._worker):
+            if one is not None:
+                one.close()
+
+
+def last_seen(home: Home) -> Progress | None:
+    """What the stay of this or another process has saved of itself; None if that cannot be read."""
+    status = home.status()
+    try:
+        return Progress.from_dict(status) if status else None
+    except (ValueError, TypeError):  # of another version
+        return None
+
+
+def seen_elsewhere(home: Home) -> Progress:
+    """The same, of a stay that another process of this machine controls."""
+    return replace(last_seen(home) or Progress(state="training"), is_elsewhere=True)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from volunteer_kit.training.protocol import OFFLINE
 from volunteer_kit.widgets.progress import PICTURES, POINTS, WARNINGS, Picture, Progress
 
 Event = dict[str, Any]
@@ -24,11 +25,11 @@ class Story:
         self._steps: list[tuple[float, int]] = []  # (time, samples of the epoch under way) lately
 
     def take(self, event: Event) -> None:
-        """One event of the supervisor's. Unknown ones are of a later version and are passed over."""
+        """One event of the supervisor's. Of those without a word here, some are of a later version."""
         tell = getattr(self, "_" + str(event.get("event")), None)
         if tell is not None:
             tell(event)
-            self.progress.updated = float(event.get("time") or time.time())
+        self.progress.updated = float(event.get("time") or time.time())
 
     def be(self, state: str, detail: str = "") -> None:
         self.progress.state, self.progress.detail = state, detail
@@ -42,6 +43,7 @@ class Story:
 
     def _starting(self, event: Event) -> None:
         self._sent, self._received = self.progress.bytes_sent, self.progress.bytes_received
+        self.progress.name = str(event["name"])
         self.be("starting", "preparing the model and the data")
 
     def _device(self, event: Event) -> None:
@@ -86,7 +88,8 @@ class Story:
         p = self.progress
         p.epoch, p.samples_per_second = event["epoch"], event["samples_per_second"]
         p.swarm_samples, p.target_batch_size = event["swarm_samples"], event["target_batch_size"]
-        p.volunteers = max(event["num_peers"], 1)
+        if p.rank is None:  # the place is told with the number of those it is among
+            p.volunteers = max(event["num_peers"], 1)
         p.downloaded = p.seconds_left = None
         self._estimate(event)
         if p.state != "reconnecting":
@@ -139,9 +142,6 @@ class Story:
                 continue
         self.progress.pictures = found or self.progress.pictures
 
-    def _skipped(self, event: Event) -> None:
-        self.progress.left_out = dict(event["counts"])
-
     def _checkpoint(self, event: Event) -> None:
         self.progress.checkpoint = str(event["path"])
 
@@ -152,14 +152,16 @@ class Story:
             self.warn(str(event["message"]))
 
     def _cut_off(self, event: Event) -> None:
-        self.be("reconnecting", str(event["reason"]))
+        if self.progress.state != "finished":
+            self.be("reconnecting", str(event["reason"]))
 
     def _back(self, event: Event) -> None:
-        self.be("training", "")
+        if self.progress.state != "finished":
+            self.be("training")
 
     def _restarting(self, event: Event) -> None:
         self.progress.restarts = event["restarts"]
-        self.be("reconnecting", f"again in {event['delay']:.0f} s")
+        self.be("reconnecting" if event.get("exit_code") == OFFLINE else "restarting", f"in {event['delay']:.0f} s")
         self.warn(str(event["message"]))
 
     def _renewing(self, event: Event) -> None:

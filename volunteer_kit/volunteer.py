@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import math
 import secrets
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from volunteer_kit.auth.login import Identity, Login
-from volunteer_kit.companion import LOOPBACK, Companion
+from volunteer_kit.companion import Companion, swarm_of_two
 from volunteer_kit.home import Home
 from volunteer_kit.process_group import sigterm_as_interrupt
 from volunteer_kit.run_reader import RunError
-from volunteer_kit.stay import Stay
+from volunteer_kit.stay import Stay, last_seen, seen_elsewhere
 from volunteer_kit.training.protocol import WorkerSpec
 from volunteer_kit.widgets.progress import Progress
-from volunteer_kit.widgets.surface import Declined, Surface, open_surface
+from volunteer_kit.widgets.surface import NOT_STARTED, Declined, Surface, open_surface
 from volunteer_kit.widgets.terms import Terms
+from volunteer_kit.widgets.words import duration, size
 
 STALE = 15.0  # s without a word from the process that trains
 LOOK_EVERY = 0.2  # s between two looks at the worker's picture
@@ -54,13 +58,13 @@ def join_swarm(
     client_mode: bool | Literal["auto"] = "auto",
     name: str | None = None,
     data: str | Sequence[str] | None = None,
-    initial_peers: Sequence[str] = (),
+    initial_peers: str | Sequence[str] = (),
     accept_terms: bool = False,
     batch_size: int | None = None,
     home: str | Path | None = None,
     checkpoint_dir: str | Path | None = None,
-    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
-    announce_maddrs: Sequence[str] = (),
+    host_maddrs: str | Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+    announce_maddrs: str | Sequence[str] = (),
     identity_path: str | Path | None = None,
     new_swarm: bool = False,
     surface: str | Surface = "auto",
@@ -68,12 +72,13 @@ def join_swarm(
     """Train with the swarm of `run` until you stop it, or a cap is reached, or the run is finished.
 
     It blocks. The stop button, or Ctrl-C, leaves in good order; a second one ends at once. Called again while a worker
-    of this machine is in the run, it shows that one.
+    of this machine is in the run, it shows that one; `max_hours` and `max_gb` given then hold for it at once.
 
     :param run: a run's name, the path or address (https) of its YAML file, or org/name on the Hub
     :param token: a Hugging Face token that can only read; None: found, or asked for, where the run has an authority
-    :param max_hours: leave after so long; `max_gb`: after so much was sent and received; `max_mbps`: Mbit/s each way,
-        when others use the same line
+    :param max_hours: leave after so long
+    :param max_gb: leave after so much was sent and received, of the model and gradients; reading data, and small talk
+        with other peers, come on top. `max_mbps`: Mbit/s each way, of the same, when others use the same line
     :param client_mode: True if nobody can connect to this machine, "auto": found out
     :param name: what others see beside your numbers; None: your name on the Hub
     :param data: shards, for runs that read shards: paths, pattern or addresses
@@ -88,43 +93,36 @@ def join_swarm(
     what befalls the worker later is in the Contribution.
     """
     surface = open_surface(surface, accept_terms=accept_terms) if isinstance(surface, str) else surface
+    caps = {"max_hours": max_hours, "max_gb": max_gb, "max_mbps": max_mbps}
     try:
-        _check_choices(client_mode, max_hours=max_hours, max_mbps=max_mbps, max_gb=max_gb, batch_size=batch_size)
+        _check_choices(client_mode, batch_size, **caps)
         if _stay is not None and not _stay.over:
-            return _attach(_stay, surface)
-        stay = None
-        try:
-            config, peers = _read(run, data, initial_peers, host_maddrs, announce_maddrs, new_swarm)
+            return _attach(_stay, surface, batch_size=batch_size, name=name, **caps)
+        with _before_the_start():
+            peers = _listed("--initial-peers", initial_peers, "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID")
+            host_maddrs = _listed("--host-maddrs", host_maddrs, "/ip4/0.0.0.0/tcp/PORT")
+            announce_maddrs = _listed("--announce-maddrs", announce_maddrs, "/ip4/PUBLIC.IP/tcp/PORT")
+            config, peers = _read(run, data, peers, new_swarm, max_mbps)
             house = Home(home, config.run_id, config.fingerprint)
-            if not _lock(house):
-                return _look_on(house, surface)
-            stay = Stay(house, _first_picture(config, house), max_hours=max_hours, max_gb=max_gb)
-            stay.warm_up()
-            who = _welcome(surface, config, token, max_hours=max_hours, max_mbps=max_mbps, max_gb=max_gb)
-            local = not peers and not new_swarm
-            spec = WorkerSpec(
-                run=config.model_dump(mode="json"),
-                name=(name or (who.name if who else "") or f"volunteer-{secrets.token_hex(2)}")[:64],
-                initial_peers=peers,
-                host_maddrs=[f"{LOOPBACK}/0"] if local else [*host_maddrs],
-                announce_maddrs=[*announce_maddrs],
-                identity_path=str(identity_path) if identity_path else None,
-                client_mode=None if client_mode == "auto" else client_mode,
-                checkpoint_dir=str(checkpoint_dir or house.checkpoints) if checkpoint_dir or local else None,
-                home=str(house.path),
-                batch_size=batch_size,
-                peers_on_machine=2 if local else 1,
-                max_mbps=max_mbps,
-                finish_at=config.optimizer.total_epochs,
-                hf_token=who.token if who else None,
-                peer_seed=secrets.randbits(31),
-            )
-            if local:
-                surface.say("Nobody is in this run, so a second volunteer is started on this machine: a swarm of two.")
-            _begin(stay, spec, Companion(config, Home(house.path / "companion")) if local else None)
+            is_ours = _lock(house)
+        if not is_ours:
+            return _look_on(house, surface)
+        stay = Stay(house, _first_picture(config, house), max_hours=max_hours, max_gb=max_gb)
+        try:
+            with _before_the_start():
+                stay.warm_up()
+                who = _welcome(surface, config, run, token, **caps)
+                spec = _spec(
+                    config, house, peers, who, token, name=name, client_mode=client_mode, checkpoint_dir=checkpoint_dir,
+                    host_maddrs=host_maddrs, announce_maddrs=announce_maddrs, identity_path=identity_path,
+                    batch_size=batch_size, max_mbps=max_mbps,
+                )  # fmt: skip
+                companion, spec = (None, spec) if peers or new_swarm else swarm_of_two(config, house, spec)
+                if companion:
+                    surface.say("Nobody is in this run; a second volunteer is started on this machine: a swarm of two.")
+                _begin(stay, spec, companion)
         except BaseException:
-            if stay is not None:
-                stay.close()
+            stay.close()
             raise
         return _accompany(stay, surface)
     except Declined as refusal:
@@ -137,45 +135,54 @@ def join_swarm(
 
 
 def status() -> Progress | None:
-    """What the worker of this machine does now, or did last; None if there never was one."""
+    """What the worker of this machine does now, or did last; None if there never was one that can be read."""
     if _stay is not None:
         return _stay.progress
-    states = [Home(lock.parent).status() for lock in Home(None).path.parent.glob("*/volunteer.lock")]
-    newest = max(filter(None, states), key=lambda state: state.get("updated", 0), default=None)
-    return Progress.from_dict(newest) if newest else None
+    pictures = [last_seen(Home(lock.parent)) for lock in Home(None).path.parent.glob("*/volunteer.lock")]
+    return max(filter(None, pictures), key=lambda picture: picture.updated, default=None)
 
 
 # --- before ---
 
 
-def _read(run, data, initial_peers, host_maddrs, announce_maddrs, new_swarm):
+@contextmanager
+def _before_the_start() -> Iterator[None]:
+    """Who presses stop here has declined."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Declined(NOT_STARTED) from None
+
+
+def _listed(option: str, given: str | Sequence[str], form: str) -> list[str]:
+    """Addresses; one string may hold several. Raises RunError for the usual mistakes, HOST:PORT and a missing id."""
+    listed = given.replace(",", " ").split() if isinstance(given, str) else [str(one) for one in given or ()]
+    for address in listed:
+        if not address.startswith("/") or ("/p2p/" in form and "/p2p/" not in address):
+            raise RunError(f"{option}: {address!r} is no address.\n1. Write it like {form}")
+    return listed
+
+
+def _read(run: str | Path, data: str | Sequence[str] | None, peers: list[str], new_swarm: bool, max_mbps: float | None):
     """The run, and whom to ask first. Raises RunError or DataError."""
-    _check_addresses("--initial-peers", initial_peers, "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID")
-    _check_addresses("--host-maddrs", host_maddrs, "/ip4/0.0.0.0/tcp/PORT")
-    _check_addresses("--announce-maddrs", announce_maddrs, "/ip4/PUBLIC.IP/tcp/PORT")
     from volunteer_kit.runs import load_run, require_ready, with_data  # brings torch, which takes seconds
 
     config = with_data(load_run(run), data)
-    require_ready(config)
-    peers = [*initial_peers] or [*config.initial_peers]
+    require_ready(config, max_mbps=max_mbps)
+    peers = peers or [*config.initial_peers]
     if not peers and not new_swarm and config.run_id != "demo":
         raise RunError(
             f"No peer of the run {config.run_id!r} is known, so there is nobody to join.\n"
             "1. Ask the run's host for its address, then: --initial-peers /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID\n"
-            f"2. Or be the host yourself: volunteer-kit host {config.run_id}\n"
+            f"2. Or be the host yourself: volunteer-kit host {shlex.quote(str(run))}\n"
             "3. Or see a whole swarm on this machine: volunteer-kit demo"
         )
     return config, peers
 
 
-def _check_addresses(option: str, addresses: Sequence[str], form: str) -> None:
-    """Tell the usual mistakes, HOST:PORT and a missing id, in an instant; the worker's peer checks the rest."""
-    for address in addresses:
-        if not address.startswith("/") or ("/p2p/" in form and "/p2p/" not in address):
-            raise RunError(f"{option}: {address!r} is no address.\n1. Write it like {form}")
-
-
-def _check_choices(client_mode: object, **numbers: float | None) -> None:
+def _check_choices(client_mode: object, batch_size: object, **numbers: float | None) -> None:
+    if batch_size is not None and not (isinstance(batch_size, Integral) and batch_size > 0):
+        raise RunError(f"batch_size is {batch_size!r}.\n1. Give a whole number above 0, or leave it out.")
     for name, value in numbers.items():
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
             raise RunError(f"{name} is {value!r}.\n1. Give a number above 0, or leave it out.")
@@ -188,8 +195,10 @@ def _check_choices(client_mode: object, **numbers: float | None) -> None:
 
 def _lock(house: Home) -> bool:
     """Be the one who trains in this run here; False while another process is."""
+    seen = last_seen(house)
+    is_fresh = seen is not None and time.time() - seen.updated < STALE
     try:
-        return house.lock(patience=0 if _is_fresh(house) else STALE)
+        return house.lock(patience=0 if is_fresh else STALE)
     except OSError as error:
         raise RunError(
             f"The folder {house.path}, which keeps who you are in this run, cannot be written: {error.strerror}.\n"
@@ -198,15 +207,22 @@ def _lock(house: Home) -> bool:
         ) from None
 
 
-def _welcome(surface: Surface, config, token: str | None, **caps: float | None) -> Identity | None:
+def _login(authority) -> Login | None:
+    """With the browser too, where the host has an app of his own for it."""
+    if authority is None:
+        return None
+    return Login(for_authority=True, organization=authority.organization, client_id=authority.oauth_client_id)
+
+
+def _welcome(surface: Surface, config, run: str | Path, token: str | None, **caps: float | None) -> Identity | None:
     """Terms and login, one screen. :returns: who it is; None where nobody asks."""
     from volunteer_kit.runs import state_bytes, step_bytes
 
-    authority = config.authority
-    login = Login(for_authority=True, organization=authority.organization) if authority else None
+    authority, login = config.authority, _login(config.authority)
     if login is not None:
         login.find(token)
     terms = Terms(
+        run=str(run),
         run_id=config.run_id,
         description=config.description,
         help_url=config.help_url,
@@ -232,6 +248,26 @@ def _first_picture(config, house: Home) -> Progress:
     )
 
 
+def _spec(
+    config, house: Home, peers: list[str], who: Identity | None, token: str | None, *, name, client_mode,
+    checkpoint_dir, identity_path, **chosen,
+) -> WorkerSpec:  # fmt: skip
+    """What the process that trains is told."""
+    return WorkerSpec(
+        run=config.model_dump(mode="json"),
+        name=(name or (who.name if who else "") or f"volunteer-{secrets.token_hex(2)}")[:64],
+        initial_peers=peers,
+        identity_path=str(identity_path) if identity_path else None,
+        client_mode=None if client_mode == "auto" else client_mode,
+        checkpoint_dir=str(checkpoint_dir) if checkpoint_dir else None,
+        home=str(house.path),
+        finish_at=config.optimizer.total_epochs,
+        hf_token=who.token if who else token,  # without an authority: for data that are not public
+        peer_seed=secrets.randbits(31),
+        **chosen,
+    )
+
+
 def _begin(stay: Stay, spec: WorkerSpec, companion: Companion | None) -> None:
     global _stay
     stay.begin(spec, companion)
@@ -252,7 +288,7 @@ def _accompany(stay: Stay, surface: Surface) -> Contribution:
                 for wish in surface.pump(LOOK_EVERY):
                     if wish == "detach":
                         surface.say("The cell was run again: the newer one shows the training, which goes on.")
-                        return _contribution(stay)
+                        return _contribution(stay.progress, stay.home)
                     wishes[wish]()
             except KeyboardInterrupt:
                 interrupts += 1
@@ -261,50 +297,48 @@ def _accompany(stay: Stay, surface: Surface) -> Contribution:
                 else:
                     stay.close()
     surface.close(stay.progress)
-    return _contribution(stay)
+    return _contribution(stay.progress, stay.home)
 
 
-def _attach(stay: Stay, surface: Surface) -> Contribution:
+def _attach(
+    stay: Stay, surface: Surface, *, max_hours: float | None, max_gb: float | None, **fixed: object
+) -> Contribution:
+    """Show the stay that goes on; what was given now holds for it, as far as it can."""
     surface.say(f"Your worker is still in the run {stay.progress.run_id!r}; to join another one, leave it first.")
+    stay.limit(max_hours, max_gb)
+    limits = [duration(3600 * max_hours)] if max_hours else []
+    limits += [size(1e9 * max_gb)] if max_gb else []
+    if limits:
+        surface.say(f"It leaves after {' or '.join(limits)} now, counted from its beginning.")
+    others = [name for name, value in fixed.items() if value not in (None, getattr(stay.spec, name))]
+    if others:
+        surface.say(f"It keeps the {', '.join(others)} that it began with; to change that, leave and join again.")
     return _accompany(stay, surface)
 
 
 def _look_on(house: Home, surface: Surface) -> Contribution:
     """Show what another process of this machine does, until it ends or the looking is stopped."""
-    surface.say("This machine trains in this run already, in another window. Stopping here ends only the looking.")
-    try:
-        with sigterm_as_interrupt():
-            while not house.lock():
-                surface.show(_shown_elsewhere(house))
-                surface.pump(LOOK_EVERY)
-    except KeyboardInterrupt:
-        pass
+    where = "This machine trains in this run already, in another window, which holds the controls, Pause and Leave."
+    surface.say(f"{where} Stopping here ends only the looking.")
+    with suppress(KeyboardInterrupt), sigterm_as_interrupt():
+        while not house.lock():
+            surface.show(seen_elsewhere(house))
+            if {"leave", "detach"} & {*surface.pump(LOOK_EVERY)}:
+                break
     house.unlock()
-    progress, totals = _shown_elsewhere(house), house.totals()
+    progress = seen_elsewhere(house)
     surface.close(progress)
-    return Contribution(totals.samples, totals.epochs, totals.seconds / 3600, progress.share, progress.help_url)
-
-
-def _shown_elsewhere(house: Home) -> Progress:
-    try:
-        return Progress.from_dict(house.status())
-    except (ValueError, TypeError):  # of another version
-        return Progress(state="training")
-
-
-def _is_fresh(house: Home) -> bool:
-    """Whether a process that trains here has said something lately."""
-    return time.time() - float(house.status().get("updated") or 0) < STALE
+    return _contribution(progress, house)
 
 
 # --- after ---
 
 
-def _contribution(stay: Stay) -> Contribution:
-    progress, totals = stay.progress, stay.home.totals()
-    error = progress.message if progress.state == "failed" else None
-    where = progress.help_url
-    return Contribution(totals.samples, totals.epochs, totals.seconds / 3600, progress.share, where, error)
+def _contribution(progress: Progress, home: Home) -> Contribution:
+    totals, error = home.totals(), None
+    if progress.state == "failed":
+        error = progress.message or f"The training stopped. See the end of the log: tail -n 50 {home.log}"
+    return Contribution(totals.samples, totals.epochs, totals.seconds / 3600, progress.share, progress.help_url, error)
 
 
 def _without_traceback(error: Exception) -> Exception:

@@ -16,8 +16,6 @@ from volunteer_kit.widgets.terms import Terms
 class HtmlSurface:
     """Needs IPython. The stop button leaves; there are no others."""
 
-    has_events = False
-
     def __init__(self, *, accept_terms: bool = False) -> None:
         self._accept_terms = accept_terms
         self._blocks: dict[str, _Block] = {}
@@ -48,7 +46,7 @@ class HtmlSurface:
         return ["detach"] if self._events.run_again else []
 
     def say(self, line: str) -> None:
-        print("\n".join(words.plain(part, 2000) for part in line.splitlines()), flush=True)
+        print(words.plain_lines(line), flush=True)
 
     def close(self, progress: Progress | None = None) -> None:
         if self._is_closed:

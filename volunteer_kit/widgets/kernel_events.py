@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 SERVED = {"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"}
-RUN_AGAIN = re.compile(r"\bjoin_swarm\b|\bvolunteer_kit\b")
+RUN_AGAIN = re.compile(r"\bjoin_swarm\s*\(")
 CAME_ALONG = 1.5  # s; cells that "Run All" sent after ours arrive within this, and are not the user running it again
 SLICE = 0.05  # s between two looks at the queue
 PATIENCE = 1.0  # s that a callback may take once stop was pressed
@@ -50,11 +50,6 @@ def kernel_events(kernel: Any | None = None) -> KernelEvents | None:
         if (found := queue.of(kernel)) is not None:
             return KernelEvents(kernel, found)
     return None
-
-
-def has_events() -> bool:
-    """Whether buttons work here while a cell runs."""
-    return kernel_events() is not None
 
 
 def is_vscode() -> bool:

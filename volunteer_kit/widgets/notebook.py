@@ -10,7 +10,7 @@ from volunteer_kit.widgets import page, words
 from volunteer_kit.widgets.kernel_events import KernelEvents, find_kernel, kernel_events
 from volunteer_kit.widgets.progress import Progress
 from volunteer_kit.widgets.prompt import agree
-from volunteer_kit.widgets.surface import DRAW_EVERY, Declined, LoginChoice, Wish, can_answer
+from volunteer_kit.widgets.surface import DRAW_EVERY, NOT_STARTED, Declined, LoginChoice, Wish, can_answer
 from volunteer_kit.widgets.terms import Terms
 from volunteer_kit.widgets.welcome import Welcome
 
@@ -29,10 +29,6 @@ class NotebookSurface:
         self._drawn_at = float("-inf")
         self._is_closed = False
 
-    @property
-    def has_events(self) -> bool:
-        return self._events is not None
-
     def welcome(self, terms: Terms, login: LoginChoice | None) -> None:
         answers = can_answer(find_kernel())
         is_settled = self._accept_terms and (login is None or login.name is not None)
@@ -47,7 +43,7 @@ class NotebookSurface:
                 if "detach" in self.pump(TICK):
                     raise Declined("The cell was run again; it goes on there.")
         except KeyboardInterrupt:
-            raise Declined("You did not start; nothing has run, and nothing was sent.") from None
+            raise Declined(NOT_STARTED) from None
         finally:
             screen.close(is_agreed)
 
@@ -72,7 +68,7 @@ class NotebookSurface:
         return taken
 
     def say(self, line: str) -> None:
-        print("\n".join(words.plain(part, 2000) for part in line.splitlines()), flush=True)
+        print(words.plain_lines(line), flush=True)
 
     def close(self, progress: Progress | None = None) -> None:
         if self._is_closed:
@@ -118,8 +114,8 @@ class _View:
         is_over = progress.state in (*words.ENDED, "leaving")
         is_paused = progress.state == "paused"
         _set(self._pause, description="Resume" if is_paused else "Pause", icon="play" if is_paused else "pause")
-        _set(self._pause, disabled=is_over)
-        _set(self._leave, disabled=is_over)
+        _set(self._pause, disabled=is_over or progress.is_elsewhere)
+        _set(self._leave, disabled=is_over, description="Stop looking" if progress.is_elsewhere else "Leave")
 
     def close(self, last: str) -> None:
         """HTML takes the widgets' place, and so it is there when the notebook is opened again without a kernel."""

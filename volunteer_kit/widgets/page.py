@@ -84,13 +84,14 @@ def browser_login(link: str, code: str) -> str:
     return f'<div class="vk"><div>{where} with the code</div><div class="vk-code">{_text(code, 40)}</div></div>'
 
 
-def token_hint(url: str, or_else: bool) -> str:
-    """What to put into the token's field, and where to get it."""
+def token_hint(url: str, or_else: bool, checked_by: str = "") -> str:
+    """What to put into the token's field, where to get it, and who sees it."""
     first = "Or paste" if or_else else "Log in: paste"
     where = _link(url, "make one here")
+    seen_by = f"the Hub and to {_text(checked_by, 100)}, the run's authority" if checked_by else "the Hub"
     return (
         f'<div class="vk"><div>{first} a read-only token of the Hugging Face Hub ({where})</div>'
-        '<div class="vk-small">It is kept in memory only, and never shown, written or passed on.</div></div>'
+        f'<div class="vk-small">It is kept in memory, never shown or written, and goes to {seen_by}.</div></div>'
     )
 
 
@@ -132,8 +133,12 @@ def _help(url: str) -> str:
 
 
 def _link(url: str, text: str) -> str:
-    """Empty for anything but http and https: a link must not run anything."""
+    """Empty for anything but http and https: a link must not run anything. What is no address is shown as it is."""
     url = words.plain(url, 2000)
-    if urlsplit(url).scheme not in ("http", "https"):
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:
+        return escape(f"{text}: {words.plain(url, 100)} (no address)")
+    if scheme not in ("http", "https"):
         return ""
     return f'<a href="{escape(url)}" target="_blank" rel="noopener noreferrer">{escape(text)}</a>'

@@ -12,8 +12,8 @@ State = Literal[
     "downloading",  # the swarm's training state
     "training",
     "averaging",  # with others
-    "waiting",  # for others, or for the round
-    "reconnecting",  # the network or the worker is lost; it comes back by itself
+    "reconnecting",  # the network is lost; it comes back by itself
+    "restarting",  # the worker has crashed; it comes back by itself
     "paused",
     "leaving",
     "finished",  # the run is
@@ -43,7 +43,7 @@ class Progress:
     name: str = ""  # of the volunteer, as others see it
     help_url: str = ""
     state: State = "starting"
-    detail: str = ""  # of the state, in words: "43 %, about 2 min left", "for 3 others", "again in 8 s"
+    detail: str = ""  # of the state, in words: "43 %, about 2 min left", "with 3 others", "in 8 s"
     started: float = field(default_factory=time.time)
     updated: float = 0.0
 
@@ -72,11 +72,11 @@ class Progress:
     plan: str = ""  # "batches of 8, fp16, recomputing activations"
     why: str = ""
     restarts: int = 0
-    left_out: dict[str, int] = field(default_factory=dict)  # records of the data, by cause
     checkpoint: str = ""  # the newest one's folder, where some are kept
     warnings: list[tuple[float, str]] = field(default_factory=list)  # newest last, at most WARNINGS
     pictures: list[Picture] = field(default_factory=list)  # newest first, at most PICTURES
-    message: str = ""  # the last word: thanks, or what to do
+    message: str = ""  # the last word: thanks, or what to do; may have several lines
+    is_elsewhere: bool = False  # it is controlled from another window
 
     def as_dict(self) -> dict[str, Any]:
         """For a status file: JSON's types only, without pictures."""
@@ -91,4 +91,6 @@ class Progress:
         progress = cls(**{name: value for name, value in values.items() if name in known})
         if progress.state not in get_args(State):
             raise ValueError(f"no state of a volunteer: {progress.state!r}")
+        if not isinstance(progress.updated, (int, float)):
+            raise ValueError(f"no time: {progress.updated!r}")
         return progress

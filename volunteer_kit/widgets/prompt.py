@@ -5,11 +5,20 @@ from __future__ import annotations
 import getpass
 from collections.abc import Callable
 
-from volunteer_kit.widgets.surface import Browser, Declined, LoginChoice, TermsError, no_login, nobody_answers
+from volunteer_kit.widgets.surface import (
+    NOT_STARTED,
+    Browser,
+    Declined,
+    LoginChoice,
+    TermsError,
+    no_login,
+    nobody_answers,
+)
 from volunteer_kit.widgets.terms import Terms
 from volunteer_kit.widgets.words import plain
 
 ATTEMPTS = 5  # typed tokens
+YES = ("", "y", "yes")
 CODE_WITHIN = 15.0  # s for the Hub to give a link and a code
 
 
@@ -38,9 +47,10 @@ def agree(
             _log_in(login, say)
         elif not accept_terms:
             who = f" as {login.name}" if login else ""
-            input(f"Press Enter to start{who} (stop or Ctrl-C: no) ")
+            if input(f"Press Enter to start{who} (n, stop or Ctrl-C: no) ").strip().lower() not in YES:
+                raise Declined(NOT_STARTED)
     except (KeyboardInterrupt, EOFError):
-        raise Declined("You did not start; nothing has run, and nothing was sent.") from None
+        raise Declined(NOT_STARTED) from None
     finally:
         if login is not None:
             login.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -11,6 +12,7 @@ from volunteer_kit.widgets.terms import Terms
 
 Wish = Literal["pause", "resume", "leave", "detach"]
 Kind = Literal["auto", "notebook", "html", "terminal", "text"]
+NOT_STARTED = "You did not start: no training has begun."
 DRAW_EVERY = 0.5  # s between two pictures
 
 
@@ -57,8 +59,6 @@ class LoginChoice(Protocol):
 @runtime_checkable
 class Surface(Protocol):
     """Where a volunteer looks. All of it is called from the main thread."""
-
-    has_events: bool  # buttons (or keys) work while we run
 
     def welcome(self, terms: Terms, login: LoginChoice | None) -> None:
         """One screen, one button; blocks until the terms are accepted and, with `login`, somebody is logged in.
@@ -114,11 +114,12 @@ def best_kind() -> Kind:
 
 def nobody_answers(terms: Terms) -> TermsError:
     """For programs and pipes."""
+    run = terms.run or terms.run_id
+    command = f"volunteer-kit join {shlex.quote(run)}"
     return TermsError(
         "The terms above have to be accepted by a person, and nobody can answer here.\n"
-        f"1. In a terminal: volunteer-kit join {terms.run_id}\n"
-        f"2. If you have read them: volunteer-kit join {terms.run_id} --accept-terms, "
-        f"or join_swarm({terms.run_id!r}, accept_terms=True)"
+        f"1. In a terminal: {command}\n"
+        f"2. If you have read them: {command} --accept-terms, or join_swarm({run!r}, accept_terms=True)"
     )
 
 

@@ -7,6 +7,7 @@ import os
 import select
 import sys
 import time
+from textwrap import indent
 from typing import Any
 
 from volunteer_kit.widgets import words
@@ -35,10 +36,6 @@ class TerminalSurface:
         self._keys: _Keys | None = None
         self._is_closed = False
 
-    @property
-    def has_events(self) -> bool:
-        return can_answer(None)
-
     def welcome(self, terms: Terms, login: LoginChoice | None) -> None:
         for line in terms_lines(terms):
             self._console.print(line)
@@ -54,7 +51,7 @@ class TerminalSurface:
         self._live.update(picture(progress, keys=self._keys is not None), refresh=True)
 
     def pump(self, seconds: float = 0.0) -> list[Wish]:
-        if self._keys is None and self.has_events and not self._is_closed:
+        if self._keys is None and can_answer(None) and not self._is_closed:
             self._keys = _Keys.open()
         if self._keys is None:
             time.sleep(seconds)
@@ -62,7 +59,7 @@ class TerminalSurface:
         return [KEYS[key] for key in self._keys.pressed(seconds) if key in KEYS]
 
     def say(self, line: str) -> None:
-        self._console.print("\n".join(words.plain(part, 2000) for part in line.splitlines()))
+        self._console.print(words.plain_lines(line))
 
     def close(self, progress: Progress | None = None) -> None:
         if self._is_closed:
@@ -91,14 +88,14 @@ def picture(progress: Progress, *, keys: bool = False) -> Any:
     curve = sparkline([loss for _, loss in words.points(progress)])
     rows = [
         Text.assemble(("● ", colour), (words.headline(progress), "bold")),
-        Text("  " + words.meaning(progress), style="dim"),
+        Text(indent(words.meaning(progress), "  "), style="dim"),
         Text(label),
         ProgressBar(total=1.0, completed=share or 0.0, width=60, pulse=share is None),
         facts,
         Text.assemble((curve + "  " if curve else "", "blue"), words.loss_line(progress)),
         *(Text(f"! {line}", style="yellow") for line in words.warnings(progress)[:3]),
         Text(words.plan(progress), style="dim"),
-        Text(words.stay(progress) + ("   [p]ause  [r]esume  [q]uit" if keys else ""), style="dim"),
+        Text(words.stay(progress) + (f"   {_keys(progress)}" if keys else ""), style="dim"),
     ]
     return Group(*rows)
 
@@ -113,6 +110,10 @@ def sparkline(values: list[float], width: int = 40) -> str:
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _keys(progress: Progress) -> str:
+    return "[q]uit looking" if progress.is_elsewhere else "[p]ause  [r]esume  [q]uit"
 
 
 def _pairs(facts: list[words.Fact]) -> list[tuple[words.Fact, words.Fact]]:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-from volunteer_kit.widgets.words import number, plain, size
+from volunteer_kit.widgets.words import duration, number, plain, size
 
 PlatformName = Literal["colab", "kaggle", "binder", "own"]
 
@@ -67,12 +67,12 @@ class Terms:
     description: str = ""  # of the run, one sentence
     help_url: str = ""
     max_hours: float | None = None
-    max_mbps: float | None = None  # Mbit/s, up and down each
-    max_gb: float | None = None  # up and down together
+    max_mbps: float | None = None  # Mbit/s, up and down each, of the model and gradients
+    max_gb: float | None = None  # up and down together, of the model and gradients
     download_bytes: float | None = None  # of the model and its statistics, once
     step_bytes: float | None = None  # of one global step, up and down together
-    watts: float | None = None  # beyond an idle machine
     checked_by: str = ""  # who sees the login besides the Hub, say the authority's host name
+    run: str = ""  # as the person gave it: a name, a path, a link or org/name
     platform: Platform = field(default_factory=detect_platform)
 
     @property
@@ -110,16 +110,20 @@ class Terms:
             parts.append(f"{size(self.download_bytes)} to download at first")
         if self.step_bytes is not None:
             parts.append(f"about {size(self.step_bytes)} with each step of the swarm, up and down")
-        parts.append(f"about {number(self.watts)} W of power" if self.watts is not None else "the power of a full load")
+        parts.append("the power of a full load")
         line = ", ".join(parts)
         return f"{line[0].upper()}{line[1:]}; the machine may get warm and its fans loud."
 
     def _limits(self) -> str:
         caps = []
         if self.max_hours is not None:
-            caps.append(f"{number(self.max_hours)} h at most")
+            caps.append(f"{duration(3600 * self.max_hours)} at most")
         if self.max_mbps is not None:
             caps.append(f"{number(self.max_mbps)} Mbit/s at most")
         if self.max_gb is not None:
-            caps.append(f"{number(self.max_gb)} GB at most")
-        return ", ".join(caps) + "." if caps else "None set; give max_hours, max_mbps or max_gb if you want some."
+            caps.append(f"{size(1e9 * self.max_gb)} at most")
+        if not caps:
+            return "None set; give max_hours, max_mbps or max_gb if you want some."
+        is_of_line = self.max_mbps is not None or self.max_gb is not None
+        counted = " Of the line, model and gradients count; reading the data and small talk come on top."
+        return f"{', '.join(caps)}.{counted * is_of_line}"

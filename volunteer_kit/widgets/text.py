@@ -18,8 +18,6 @@ LINE_EVERY = 30.0  # s while nothing but numbers changes
 class TextSurface:
     """No buttons; Ctrl-C leaves."""
 
-    has_events = False
-
     def __init__(self, *, accept_terms: bool = False, write: Callable[[str], None] | None = None) -> None:
         """`write` gets each line (None: standard output, at once)."""
         self._accept_terms, self._write = accept_terms, write or _print
@@ -32,7 +30,7 @@ class TextSurface:
     def welcome(self, terms: Terms, login: LoginChoice | None) -> None:
         for line in terms_lines(terms):
             self._write(line)
-        agree(terms, login, accept_terms=self._accept_terms, can_answer=can_answer(None), say=self._write)
+        agree(terms, login, accept_terms=self._accept_terms, can_answer=can_answer(None), say=self.say)
 
     def show(self, progress: Progress) -> None:
         self._show_plan(progress)
@@ -49,7 +47,8 @@ class TextSurface:
         return []
 
     def say(self, line: str) -> None:
-        self._write(words.plain(line, 2000))
+        for part in words.plain_lines(line).split("\n"):
+            self._write(part)
 
     def close(self, progress: Progress | None = None) -> None:
         if self._is_closed:
@@ -73,7 +72,7 @@ class TextSurface:
 def status_line(progress: Progress) -> str:
     """State and numbers in one line."""
     parts = [words.headline(progress)]
-    if progress.state in ("training", "averaging", "waiting"):
+    if progress.state in ("training", "averaging"):
         facts = {fact.label: fact.value for fact in words.facts(progress)}
         named = [f"{label.lower()} {facts[label]}" for label in ("Your samples", "Your speed", "Global step")]
         parts += [words.step_line(progress), ", ".join(named), words.loss_line(progress)]

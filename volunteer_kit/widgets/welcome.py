@@ -23,13 +23,15 @@ class Welcome:
         self._links = ipywidgets.HTML()
         self._message = ipywidgets.HTML()
         self._field = _secret_field() if self._asks else None
+        self._token = ""  # as it was typed
         self._button = ipywidgets.Button(button_style="primary", layout={"width": "auto", "min_width": "160px"})
         self._button.add_class("vk-start")
         self._button.on_click(lambda _: self._pressed.set())
         self._browser = login.browser() if self._asks else None
         rows = [ipywidgets.HTML(page.STYLE + page.terms(terms)), self._links]
         if self._asks:
-            rows += [ipywidgets.HTML(page.token_hint(login.token_url, bool(self._browser))), self._field]
+            hint = page.token_hint(login.token_url, bool(self._browser), terms.checked_by)
+            rows += [ipywidgets.HTML(hint), self._field]
         layout = {"align_items": "flex-start"}  # or the button is as wide as the page
         self._box = ipywidgets.VBox([*rows, self._button, self._message], layout=layout)
         self._notes = list(login.notes) if login else []
@@ -45,12 +47,14 @@ class Welcome:
     def step(self) -> bool:
         """Look at what was pressed, typed, or done in the browser; true when it is settled."""
         self._look_at_the_browser()
-        if not self._pressed.is_set():
+        is_pressed = self._pressed.is_set()  # before the field is looked at: what was typed before comes before
+        self._take_the_token()
+        if not is_pressed:
             return False
         self._pressed.clear()
         if not self._asks:
             return True
-        token, self._field.value = self._field.value, ""  # at once: pages store the values of widgets
+        token, self._token = self._token, ""
         if not token.strip():
             self._say("Log in first: with the link, or with a token.", is_error=True)
             return False
@@ -66,6 +70,7 @@ class Welcome:
         """The fields are gone; what was agreed to stays, folded."""
         from volunteer_kit.widgets.notebook import close_all
 
+        self._token = ""
         if self._field is not None:
             with contextlib.suppress(Exception):  # the page may be gone
                 self._field.value = ""
@@ -74,6 +79,12 @@ class Welcome:
         if self._handle is not None:
             self._handle.update(self._html(page.agreed(self._terms) if is_agreed else ""))
         close_all(self._box)
+
+    def _take_the_token(self) -> None:
+        """Out of the field at once: pages store the values of widgets."""
+        if self._field is not None and self._field.value:
+            self._token, self._field.value = self._field.value, ""
+            self._say("Your token is here. Press Start.")
 
     def _look_at_the_browser(self) -> None:
         if self._browser is None or not self._asks:

@@ -13,6 +13,7 @@ Tone = Literal["good", "busy", "still", "bad"]
 NOT_YET = "–"
 LONGEST = 300  # characters of anything that others wrote
 LONGEST_WARNING = 700  # with a path or two in it
+LONGEST_MESSAGE = 2000  # with numbered ways out, and the end of a log
 
 TONES: dict[State, Tone] = {
     "starting": "busy",
@@ -20,8 +21,8 @@ TONES: dict[State, Tone] = {
     "downloading": "busy",
     "training": "good",
     "averaging": "good",
-    "waiting": "busy",
     "reconnecting": "bad",
+    "restarting": "bad",
     "paused": "still",
     "leaving": "busy",
     "finished": "good",
@@ -34,8 +35,8 @@ HEADLINES: dict[State, str] = {
     "downloading": "Downloading the model",
     "training": "Training",
     "averaging": "Averaging with the others",
-    "waiting": "Waiting",
     "reconnecting": "Connection lost, trying again",
+    "restarting": "The training program broke off and starts again",
     "paused": "Paused",
     "leaving": "Leaving",
     "finished": "The run is finished",
@@ -48,10 +49,10 @@ MEANINGS: dict[State, str] = {
     "downloading": "You get what the others have learned so far. Training starts when it is here.",
     "training": "Your machine studies pictures with captions and works out how the model should change.",
     "averaging": "All volunteers put together what they worked out, and take one step.",
-    "waiting": "It goes on by itself; nothing is lost.",
     "reconnecting": "It goes on by itself; what you gave stays counted.",
-    "paused": "Nothing is computed or sent. Press Resume when you like.",
-    "leaving": "The last work is being handed over.",
+    "restarting": "It goes on by itself; what you gave stays counted.",
+    "paused": "Once goodbye is said, nothing is computed or sent until you press Resume.",
+    "leaving": "What you gave stays counted. Samples of the step under way are not handed over; the others go on.",
     "finished": "Everybody's work is in the final model. Thank you!",
     "left": "What you gave stays counted. Thank you!",
     "failed": "It cannot go on by itself.",
@@ -72,6 +73,13 @@ def plain(text: object, longest: int = LONGEST) -> str:
     line = " ".join(str(text).split())
     line = "".join(c for c in line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") or c == "\u200d")
     return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def plain_lines(text: object, longest: int = LONGEST_MESSAGE) -> str:
+    """As plain(), but its lines and their indentation stay: for steps that are to be followed one by one."""
+    lines = [line for line in str(text).splitlines() if line.strip()]
+    whole = "\n".join(" " * (len(line) - len(line.lstrip(" "))) + plain(line, longest) for line in lines)
+    return whole if len(whole) <= longest else whole[: longest - 1] + "…"
 
 
 def known(value: float | None) -> bool:
@@ -153,15 +161,12 @@ def headline(progress: Progress) -> str:
         detail = _download(progress)
     if not detail:
         return first
-    if state == "reconnecting":
-        detail = detail.removeprefix("again ")
-        return f"{first} {detail}" if detail.startswith("in ") else f"{first}: {detail}"
-    return f"{first} {detail}" if state == "waiting" else f"{first}: {detail}"
+    return f"{first} {detail}" if detail.startswith("in ") else f"{first}: {detail}"
 
 
 def meaning(progress: Progress) -> str:
-    """What the state means to somebody who has never trained a model; at an end, the last word."""
-    return plain(progress.message, 600) if progress.message and progress.state in ENDED else MEANINGS[progress.state]
+    """What the state means to somebody who has never trained a model; at an end, the last word, in its lines."""
+    return plain_lines(progress.message) if progress.message and progress.state in ENDED else MEANINGS[progress.state]
 
 
 def _place(progress: Progress) -> list[str]:
@@ -250,11 +255,14 @@ def _ago(seconds: float) -> str:
 
 
 def stay(progress: Progress) -> str:
-    """How long this stay is, and as whom."""
+    """How long this stay is, as whom, and what else there is to know of it."""
     here = duration((progress.updated or time.time()) - progress.started)
     who = f"as {plain(progress.name, 60)}, " if progress.name else ""
     again = f"; the worker was restarted {count(progress.restarts, 'time')}" if progress.restarts else ""
-    return f"{who}{here} here{again}"
+    kept = f"; newest checkpoint: {plain(progress.checkpoint)}" if progress.checkpoint else ""
+    is_there = progress.is_elsewhere and progress.state not in ENDED
+    elsewhere = "; Pause and Leave are in the other window" if is_there else ""
+    return f"{who}{here} here{again}{kept}{elsewhere}"
 
 
 def plan(progress: Progress) -> str:
@@ -263,10 +271,10 @@ def plan(progress: Progress) -> str:
 
 
 def summary(progress: Progress) -> list[str]:
-    """The last lines of a stay."""
+    """The last lines of a stay; the last word may be several."""
     p = progress
     share = f", {percent(p.share)} of what those here gave" if known(p.share) else ""
     return [
-        f"{headline(p)}. {meaning(p)}",
+        *f"{headline(p)}. {meaning(p)}".split("\n"),
         f"{count(p.my_samples, 'sample')} of yours in {count(p.my_epochs, 'step')}{share}; {stay(p)}.",
     ]
