@@ -23,6 +23,20 @@ def home(tmp_path_factory):
         yield
 
 
+class Clock:
+    """s, set by hand."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
 @pytest.fixture
 def tiny_disk(tmp_path):
     """A real file system of 3 MB."""

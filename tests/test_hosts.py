@@ -16,24 +16,12 @@ from volunteer_kit.data.sources import usable_records
 A, B = "http://a.example/1.tar", "http://b.example/1.tar"
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def hosts(clock):
     return Hosts(clock)
 
 
-def left_for(hosts: Hosts, url: str, clock: Clock) -> float:
+def left_for(hosts: Hosts, url: str, clock) -> float:
     """Seconds until `url` may be asked, by asking."""
     started = clock.now
     while True:

@@ -15,19 +15,6 @@ from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.swarm.uncertain import UncertainSteps
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def steps(clock):
     return UncertainSteps(certain_after=30.0, clock=clock)
