@@ -18,7 +18,7 @@ from volunteer_kit.session import lookout as lookout_module
 from volunteer_kit.session import pictures as pictures_module
 from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
 from volunteer_kit.session.pictures import KEPT, DrawPictures
-from volunteer_kit.session.same_run import check_same_run, peer_ids
+from volunteer_kit.session.same_run import check_same_run
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.training.protocol import WorkerSpec
@@ -112,34 +112,27 @@ NEWER = SimpleNamespace(fingerprint="e" * 32, protocol=PROTOCOL_VERSION + 1)
 
 
 @pytest.mark.parametrize(
-    ("records", "named", "was_here", "outcome"),
+    ("records", "was_here", "outcome"),
     [
-        ({}, (), False, None),
-        ({"a": OURS}, (), False, None),
-        ({"a": OTHER, "b": NEWER, "c": OURS}, (), False, None),
-        ({"a": OTHER}, (), False, "warning"),  # a stranger keeps nobody out
-        ({"a": NEWER}, (), False, "warning"),
-        ({"a": OTHER}, ("a",), False, "wrong_run"),  # the only volunteer of another run, whose address we were given
-        ({"a": NEWER}, ("a",), False, "outdated"),
-        ({"a": OTHER, "b": OTHER}, (), False, "wrong_run"),
-        ({"a": NEWER, "b": NEWER}, (), False, "outdated"),
-        ({"a": OTHER, "b": NEWER}, (), False, "wrong_run"),
-        ({"a": OTHER, "b": OTHER}, ("a",), True, "warning"),  # back from an outage, before the others are
-        ({"a": NEWER, "b": NEWER}, (), True, "warning"),
+        ([], False, None),
+        ([OURS], False, None),
+        ([OTHER, NEWER, OURS], False, None),  # one of ours is enough
+        ([OTHER], False, "wrong_run"),
+        ([NEWER], False, "outdated"),
+        ([NEWER, NEWER], False, "outdated"),
+        ([OTHER, NEWER], False, "wrong_run"),
+        ([OTHER, OTHER], True, "warning"),  # back from an outage, before the others are
+        ([NEWER], True, "warning"),
     ],
 )
-def test_peers_of_another_run_are_told_and_strangers_keep_nobody_out(records, named, was_here, outcome):
+def test_peers_of_another_run_are_told_and_send_nobody_away_who_was_here(records, was_here, outcome):
     if outcome in (None, "warning"):
-        told = check_same_run(RUN, records, named=named, was_here=was_here)
+        told = check_same_run(RUN, records, was_here=was_here)
         assert told is None if outcome is None else RUN.run_id in told
     else:
         with pytest.raises(SwarmError) as caught:
-            check_same_run(RUN, records, named=named, was_here=was_here)
+            check_same_run(RUN, records, was_here=was_here)
         assert caught.value.kind == outcome
-
-
-def test_peers_are_named_by_the_ends_of_addresses():
-    assert peer_ids(["/ip4/1.2.3.4/tcp/5/p2p/Qm1", "/ip6/::1/tcp/5/p2p/Qm2"]) == {"Qm1", "Qm2"}
 
 
 # --- watching and leaving, with stand-ins for the network ---

@@ -24,7 +24,7 @@ from volunteer_kit.session.compute import choose
 from volunteer_kit.session.lookout import Lookout
 from volunteer_kit.session.options import compute_loss, swarm_options
 from volunteer_kit.session.pictures import DrawPictures
-from volunteer_kit.session.same_run import check_same_run, peer_ids
+from volunteer_kit.session.same_run import check_same_run
 from volunteer_kit.session.tally import Tally
 from volunteer_kit.session.tell import Tell
 from volunteer_kit.swarm.errors import SwarmError
@@ -114,13 +114,9 @@ class Session:
         self.optimizer.on_round = lambda num_peers: self.emit("averaging", num_peers=num_peers)
 
     def _check_same_run(self) -> None:
-        others = {str(peer): record for peer, record in self.board.fetch().items() if peer != self.peer.peer_id}
-        warning = check_same_run(
-            self.run,
-            others,
-            named=peer_ids([*self.run.initial_peers, *self.spec.initial_peers]),
-            was_here=self.home is not None and self.home.was_here(self.run.fingerprint),
-        )
+        others = [record for peer, record in self.board.fetch().items() if peer != self.peer.peer_id]
+        was_here = self.home is not None and self.home.was_here(self.run.fingerprint)
+        warning = check_same_run(self.run, others, was_here=was_here)
         if warning:
             self.emit("warning", kind="wrong_run", message=warning)
 

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from volunteer_kit.runs import PROTOCOL_VERSION, RunConfig
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.records import PeerRecord
 
 
-def check_same_run(
-    run: RunConfig, records: Mapping[str, PeerRecord], *, named: Collection[str], was_here: bool
-) -> str | None:
+def check_same_run(run: RunConfig, others: Collection[PeerRecord], *, was_here: bool) -> str | None:
     """A warning where the others seem to train something else; None where all is well.
 
-    Anybody can write a record, so that a single one keeps nobody out, unless it is of a peer that the run's file or
-    the volunteer has named; and nothing that others write sends away who comes back from an outage.
+    Anybody can write a record, and until peers are admitted by an authority a stranger's can send newcomers away, as
+    long as no honest one is there. Nothing that others write sends away who comes back from an outage.
 
-    :param records: of the others, by peer id
-    :param named: peer ids among the initial peers
     :param was_here: this machine was in the run with these settings a short while ago
     Raises SwarmError (outdated, wrong_run).
     """
-    problem = _mismatch(run, list(records.values()))
+    problem = _mismatch(run, list(others))
     if problem is None:
         return None
     if was_here:
-        return f"{problem}\nThis machine was in the run a short while ago, so it goes on and waits for its others."
-    if len(records) == 1 and not set(records) & set(named):
-        return f"{problem}\nThat is the word of one peer that nobody vouches for, so the training begins all the same."
+        return f"{problem}\nThis machine was in the run lately, so it goes on and waits for the others of it."
     raise problem
-
-
-def peer_ids(maddrs: Collection[str]) -> set[str]:
-    """The peer ids at the ends of addresses."""
-    return {maddr.rpartition("/p2p/")[2] for maddr in maddrs}
 
 
 def _mismatch(run: RunConfig, others: list[PeerRecord]) -> SwarmError | None:
