@@ -254,6 +254,18 @@ def test_a_look_that_fails_ends_no_other(make_session, capsys):
     assert capsys.readouterr().err.count("Traceback") == 1
 
 
+@pytest.mark.parametrize(("theirs", "share"), [(100, 0.75), (0, None), (None, 1.0)])
+def test_a_share_is_told_when_the_others_have_told_theirs(make_session, theirs, share):
+    """Those who have just come say 0 until their first record after it."""
+    other = SimpleNamespace(fingerprint=RUN.fingerprint, total_samples=theirs, samples_per_second=2.0)
+    tally = SimpleNamespace(totals=SimpleNamespace(samples=300))
+    board = SimpleNamespace(fetch=lambda: {} if theirs is None else {"other": other})
+    session = make_session(Swarm(), tally=tally, board=board)
+    session.lookout = Lookout(session)
+    told = session.emit.wait("swarm")
+    assert (told["share"], told["rank"]) == (share, 1)
+
+
 def test_what_went_over_the_line_last_is_told_too(make_session):
     session = make_session(Swarm())
     session.lookout = Lookout(session)

@@ -103,7 +103,7 @@ class Lookout:
             "swarm",
             num_peers=1 + len(others),
             rank=1 + sum(record.total_samples > samples for record in others),
-            share=samples / total if samples else None,
+            share=samples / total if samples and (total > samples or not others) else None,  # they have not told yet
             samples_per_second=round(speed + sum(record.samples_per_second for record in others), 3),
         )
         if session.home:

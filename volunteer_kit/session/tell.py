@@ -24,6 +24,7 @@ class Tell(Callback):
         self.wants_renewal = False  # and is between two global steps
         self._last_step = self._last_record = 0.0
         self._skipped: dict[str, int] = {}
+        self._counts = False  # some of our samples
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None:
         now = time.monotonic()
@@ -72,12 +73,15 @@ class Tell(Callback):
             failure=report.failure,
             apart=report.apart,
         )
+        if self.session.tally.samples and not self._counts:  # others, who see our share beside theirs, need not wait
+            self._counts, self._last_record = True, float("-inf")
         self.wants_renewal = bool(self.session.lookout and self.session.lookout.why_renew)
         if report.uncertain and report.failure:
             how = f"was taken alone ({report.failure}); its samples count once the others go on from it"
             self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
         elif trouble := report.failure or report.apart:
-            self.session.emit("warning", kind="round", message=f"Step {report.epoch}: {trouble}; catching up.")
+            how = f"Out of step with the others for a moment ({trouble}): this machine takes their model and goes on."
+            self.session.emit("warning", kind="round", message=how)
         for peer, why in report.refused.items():
             message = f"Left out of epoch {report.epoch}: {peer}: {why}."
             self.session.emit("warning", kind="refused", message=message)
