@@ -148,7 +148,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
             say(
                 "epoch",
                 epoch=report.epoch,
-                samples=report.counted,
+                samples=0 if report.uncertain else report.counted,
                 named=len(report.names) == len(set(report.names) - stepped) == report.samples,
                 group_size=report.group_size,
                 received=report.received,
