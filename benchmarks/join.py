@@ -62,7 +62,7 @@ def click(run: Path, environment: dict[str, str], scratch: Path, number: int) ->
                 if told.get("samples"):
                     break
         seconds = time.monotonic() - started
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # a shell starts what is in its background deaf to SIGINT
         process.communicate(timeout=90)
     except BaseException:
         process.kill()

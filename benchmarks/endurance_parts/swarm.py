@@ -71,7 +71,7 @@ class Machine:
         if self.process is None or self.process.poll() is not None:
             return
         family = self.tree()
-        self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(signal.SIGTERM)  # a shell starts what is in its background deaf to SIGINT
         try:
             self.process.wait(patience)
         except subprocess.TimeoutExpired:

@@ -1,5 +1,5 @@
 """A volunteer who joins: `newcomer.py RUN HOME`. His token comes by stdin when the screen asks for it; stdout gets one
-line of JSON when his first sample is in a global step. Ctrl-C leaves."""
+line of JSON when his first sample is in a global step. Ctrl-C and SIGTERM leave."""
 
 from __future__ import annotations
 
