@@ -77,10 +77,10 @@ class Tell(Callback):
             self._counts, self._last_record = True, float("-inf")
         self.wants_renewal = bool(self.session.lookout and self.session.lookout.why_renew)
         if report.uncertain and report.failure:
-            how = f"was taken alone ({report.failure}); its samples count once the others go on from it"
+            how = "was taken alone, for the others were not reached; its samples count once they go on from it"
             self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
-        elif trouble := report.failure or report.apart:
-            how = f"Out of step with the others for a moment ({trouble}): this machine takes their model and goes on."
+        elif report.failure or report.apart:
+            how = "Out of step with the others for a moment: this machine takes their model and goes on."
             self.session.emit("warning", kind="round", message=how)
         for peer, why in report.refused.items():
             message = f"Left out of epoch {report.epoch}: {peer}: {why}."

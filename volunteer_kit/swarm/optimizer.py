@@ -25,6 +25,7 @@ from volunteer_kit.swarm.traffic import Traffic
 from volunteer_kit.swarm.uncertain import UncertainSteps
 
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
+ALONE_AFTER_ALL = 90.0  # s without anybody until a peer that has met others takes itself for the swarm
 NEVER = 2**31  # epochs between rounds of state averaging
 
 
@@ -59,7 +60,7 @@ class SwarmOptimizer(FollowingOptimizer):
         self._traffic = Traffic(options.max_mbps)
         self._seams = {"is_admitted": is_admitted, "reduce": reduce, "traffic": self._traffic}
         self._report: dict[str, Any] = {}  # of the global step under way
-        self.uncertain_steps = UncertainSteps(certain_after=options.metadata_expiration / 2)
+        self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
         super().__init__(
             dht=peer.dht,
             run_id=options.run_key,

@@ -16,11 +16,12 @@ class UncertainSteps:
     """What becomes of them, all at once.
 
     :param certain_after: s without anybody in sight after which the swarm is we
+    :param after_meeting: the same, once somebody was here: who comes back from an outage sees the others late
     """
 
-    def __init__(self, certain_after: float, clock: Callable[[], float] = time.monotonic):
-        self._certain_after, self._clock = certain_after, clock
-        self._undecided = False  # there are some
+    def __init__(self, certain_after: float, after_meeting: float, clock: Callable[[], float] = time.monotonic):
+        self._certain_after, self._after_meeting, self._clock = certain_after, after_meeting, clock
+        self._undecided = self._has_met = False  # there are some; somebody was here
         self._alone_since: float | None = None
         self._fate: bool | None = None
 
@@ -29,10 +30,10 @@ class UncertainSteps:
         those before it with it."""
         now = self._clock()
         if in_sight:
-            self._alone_since = None
+            self._met()
         elif self._alone_since is None:
             self._alone_since = now
-        elif now - self._alone_since >= self._certain_after:
+        elif now - self._alone_since >= (self._after_meeting if self._has_met else self._certain_after):
             self._decide(True)
             return True
         self._undecided = True
@@ -41,17 +42,20 @@ class UncertainSteps:
     def shared(self) -> None:
         """The members of a round hold what we hold."""
         self._decide(True)
-        self._alone_since = None
+        self._met()
 
     def given_up(self) -> None:
         """Another's state took the place of ours."""
         self._decide(False)
-        self._alone_since = None
+        self._met()
 
     def fate(self) -> bool | None:
         """Of all that were undecided: True: the swarm has them, False: lost, None: nothing new. Told once."""
         fate, self._fate = self._fate, None
         return fate
+
+    def _met(self) -> None:
+        self._has_met, self._alone_since = True, None
 
     def _decide(self, fate: bool) -> None:
         if self._undecided:
