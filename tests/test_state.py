@@ -504,14 +504,15 @@ def test_steps_taken_alone_are_given_up_with_the_state_and_kept_at_the_end(optim
     assert optimizer.uncertain_steps.fate() is True
 
 
-def test_whose_round_came_back_in_part_waits_for_the_next_one(optimizer):
+def test_whose_round_was_not_everybodys_waits_for_the_next_one(optimizer):
     """A line that is cut in the middle of a round: it ends without an error, and nobody has our part."""
     optimizer.reports.clear()
-    told = {"epoch": 1, "samples": 16, "names": (), "told": [], "started": 0.0, "in_sight": True}
-    for received in (0.4, 1.0):
-        optimizer._finish_report(told, Round(group=(A, B), received=received), None)
-    cut, whole = optimizer.reports
-    assert (cut.uncertain, cut.fate) == (True, None) and (whole.uncertain, whole.fate) == (False, True)
+    told = {"epoch": 1, "samples": 16, "names": (), "told": [], "started": 0.0, "num_peers": 2}
+    for received, num_peers in ((0.4, 2), (1.0, 2), (1.0, 3), (1.0, 2)):  # cut, whole, without the third, whole
+        report = {**told, "num_peers": num_peers}
+        optimizer._finish_report(report, Round(group=(A, B), received=received), None)
+    found = [(report.uncertain, report.fate) for report in optimizer.reports]
+    assert found == [(True, None), (False, True), (True, None), (False, True)]
 
 
 def test_a_microbatch_of_nan_is_told_and_not_counted(optimizer):

@@ -244,9 +244,9 @@ class SwarmOptimizer(FollowingOptimizer):
             "names": self.grad_averager.names,
             "told": self.state_averager.told,
             "started": time.perf_counter(),
-            "in_sight": self.tracker.global_progress.num_peers > 1,
+            "num_peers": self.tracker.global_progress.num_peers,
         }
-        if report["in_sight"] and self.on_round is not None:
+        if report["num_peers"] > 1 and self.on_round is not None:
             self.on_round(self.tracker.global_progress.num_peers)
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:
@@ -290,9 +290,11 @@ class SwarmOptimizer(FollowingOptimizer):
         agrees = len(outcome) > 1 and failure is None and self._follow is None
         if agrees:  # what we held before this step, that is
             self.uncertain_steps.shared()
-        uncertain = len(outcome) < 2 or (agrees and outcome.received < 1)
+        # those who were left out took a step of their own, and of two halves one will follow the other
+        in_part = agrees and (outcome.received < 1 or len(outcome) < report["num_peers"])
+        uncertain = len(outcome) < 2 or in_part
         if uncertain:
-            uncertain = not self.uncertain_steps.taken(report["in_sight"])
+            uncertain = not self.uncertain_steps.taken(in_sight=report["num_peers"] > 1)
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
