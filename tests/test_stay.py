@@ -81,6 +81,13 @@ def make(tmp_path, monkeypatch):
         stay.close()
 
 
+def until_the_worker_is_gone(stay: Stay) -> None:
+    deadline = time.monotonic() + 20
+    while stay.worker_pid is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def make_companion(tmp_path, monkeypatch):
     """make_companion(life) -> the real one, whose worker is a stand-in."""
@@ -137,10 +144,7 @@ def test_a_pause_ends_the_worker_and_resuming_begins_another_one(make):
     until(stay, lambda p: p.my_samples == 100)
     stay.pause()
     until(stay, lambda p: p.state == "paused")
-    deadline = time.monotonic() + 20
-    while stay.worker_pid is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until_the_worker_is_gone(stay)
     assert not stay.over and stay.progress.my_samples == 100
     stay.resume()
     until(stay, lambda p: p.my_samples == 200 and p.state == "training")
@@ -163,10 +167,7 @@ def test_the_last_wish_holds(make):
     until(stay, lambda p: p.my_samples == 100)
     for wish in (stay.pause, stay.resume, stay.pause):
         wish()
-    deadline = time.monotonic() + 20
-    while stay.worker_pid is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until_the_worker_is_gone(stay)
     gone = time.time()
     until(stay, lambda p: p.updated > gone + 1 or p.state == "training")
     assert stay.progress.state == "paused" and births(stay) == 1
