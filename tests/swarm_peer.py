@@ -148,7 +148,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
             say(
                 "epoch",
                 epoch=report.epoch,
-                samples=0 if report.uncertain else report.counted,
+                samples=report.counted,
                 named=len(report.names) == len(set(report.names) - stepped) == report.samples,
                 group_size=report.group_size,
                 received=report.received,
@@ -156,7 +156,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 failure=report.failure,
                 apart=report.apart,
                 uncertain=report.uncertain,
-                fate=report.fate,
+                kept_until=report.kept_until,
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),
             )
             stepped |= set(report.names)

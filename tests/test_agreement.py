@@ -13,15 +13,22 @@ from hivemind.p2p import PeerID
 from hypothesis import given, settings
 
 from volunteer_kit.swarm.agreement import (
+    BEGINNING,
+    LINEAGE_SIZE,
+    PAST,
     SKETCH_SIZE,
     TOLERANCE,
     Told,
+    advance,
     common_epoch,
     distance,
+    is_shared,
+    last_in_common,
     out_of_step,
     prevailing,
     rank_donors,
     read_all,
+    read_past,
     read_told,
     sketch,
     whom_to_follow,
@@ -37,11 +44,17 @@ def model(seed: int = 0) -> list[torch.Tensor]:
 
 
 HELD = {name: sketch(model(seed), seed=3) for seed, name in enumerate("xyz")}
+OTHER = bytes(range(LINEAGE_SIZE))
+HELD["X"] = (np.frombuffer(HELD["x"], "<f4") * np.float32(1 + 1e-5)).tobytes()  # as near as a small step
 
 
 def telling(**told) -> dict[PeerID, list]:
-    """a="5x" -> peer A tells epoch 5 and the sketch of model x."""
-    return {PEERS[name]: [int(words[:-1]), HELD[words[-1]]] for name, words in told.items()}
+    """a="5x" -> peer A tells epoch 5 and the sketch of model x; "5x?": that it came of another step."""
+    found = {}
+    for name, words in told.items():
+        said = words.rstrip("?")
+        found[PEERS[name]] = [int(said[:-1]), HELD[said[-1]], BEGINNING if said == words else OTHER]
+    return found
 
 
 # --- sketches ---
@@ -104,33 +117,51 @@ def test_another_process_draws_the_same_signs():
     assert said.stdout.strip() == sketch([torch.ones(99)], 7).hex()
 
 
+# --- lineages ---
+
+
+def test_who_took_the_same_steps_has_the_same_lineage_and_nobody_else():
+    rounds = [b"first", b"second"]
+    ours = theirs = BEGINNING
+    for name in rounds:
+        ours, theirs = advance(ours, name), advance(theirs, name)
+    assert ours == theirs != BEGINNING and len(ours) == LINEAGE_SIZE
+    assert advance(advance(BEGINNING, rounds[1]), rounds[0]) != ours
+    assert advance(ours, None) != advance(theirs, None), "a step taken alone is nobody else's"
+
+
 # --- what strangers tell ---
 
 
 @pytest.mark.parametrize(
     "told, epoch, readable",
     [
-        ([7, HELD["x"]], 7, True),
-        ((7, HELD["x"]), 7, True),
-        ([0, HELD["x"]], 0, True),
+        ([7, HELD["x"], BEGINNING], 7, True),
+        ([7, HELD["x"], OTHER], 7, True),
+        ([7, HELD["x"], False], 7, False),
+        ([7, HELD["x"], OTHER[1:]], 7, False),
+        ([7, HELD["x"], "x" * 8], 7, False),
+        ((7, HELD["x"], BEGINNING), 7, True),
+        ([0, HELD["x"], BEGINNING], 0, True),
+        ([7, HELD["x"]], 7, False),
         ([7], 7, False),
-        ([7, None], 7, False),
-        ([7, "x" * 64], 7, False),
-        ([7, HELD["x"][:-1]], 7, False),
-        ([7, HELD["x"] + b"x"], 7, False),
-        ([7, np.full(SKETCH_SIZE, np.nan, "<f4").tobytes()], 7, False),
-        ([7, np.full(SKETCH_SIZE, np.inf, "<f4").tobytes()], 7, False),
+        ([7, None, OTHER], 7, False),
+        ([7, "x" * 64, OTHER], 7, False),
+        ([7, HELD["x"][:-1], OTHER], 7, False),
+        ([7, HELD["x"] + b"x", OTHER], 7, False),
+        ([7, np.full(SKETCH_SIZE, np.nan, "<f4").tobytes(), OTHER], 7, False),
+        ([7, np.full(SKETCH_SIZE, np.inf, "<f4").tobytes(), OTHER], 7, False),
         ([7, HELD["x"], 1], 7, False),
         (7, None, False),
         (None, None, False),
         ([], None, False),
         ("7x", None, False),
         (b"7x", None, False),
-        ([7.0, HELD["x"]], None, False),
-        ([True, HELD["x"]], None, False),
-        ([-1, HELD["x"]], None, False),
-        ([2**31, HELD["x"]], None, False),
-        ([[7], HELD["x"]], None, False),
+        ([7.0, HELD["x"], OTHER], None, False),
+        ([True, HELD["x"], OTHER], None, False),
+        ([-1, HELD["x"], OTHER], None, False),
+        ([2**31, HELD["x"], OTHER], None, False),
+        ([[7], HELD["x"], OTHER], None, False),
         ({0: 7, 1: HELD["x"]}, None, False),
     ],
 )
@@ -138,6 +169,7 @@ def test_read_told(told, epoch, readable):
     said = read_told(told)
     assert (said.epoch if said else None) == epoch
     assert (said is not None and said.sketch is not None) is readable
+    assert not readable or said.words() == list(told)
 
 
 # --- who is right ---
@@ -180,6 +212,10 @@ def test_common_epoch(epochs, clients, common):
         (dict(a="5x", b="5y", c="5y"), "ac", "bc", "c gives it"),
         (dict(a="5x", b="5y"), "b", "b", "a does not give its state"),
         (dict(a="5x", b="4x", c="4x"), "abc", "a", "others are at another epoch"),
+        (dict(a="5x", b="5X"), "ab", "ab", "processors round differently"),
+        (dict(a="5x?", b="5x"), "ab", "a", "near, and not of the same steps"),
+        (dict(a="5x?", b="5x", c="5X"), "abc", "bc", "the same, of three"),
+        (dict(a="5x?", b="5X?", c="5x"), "abc", "ab", "of the same steps, and those are most"),
         (dict(a="4x"), "a", "", "nobody is at this epoch"),
         (dict(a="5x", b="5x"), "", "", "nobody gives"),
     ],
@@ -239,6 +275,59 @@ def test_words_of_an_unknown_kind_lead_nobody_astray():
     assert whom_to_follow(told, C, frozenset(told)).donors == (A, B)
 
 
+@pytest.mark.parametrize(
+    "told, shared",
+    [
+        (dict(a="5x"), False),
+        (dict(a="5x", b="5x"), True),
+        (dict(a="5x", b="5y", c="5x"), True),
+        (dict(a="5x", b="5y"), False),  # b follows, and does not hold it yet
+        (dict(a="5x", b="4x"), False),
+        (dict(b="5x", c="5x"), False),
+        (dict(a="5x", b="5X"), True),
+        (dict(a="5x?", b="5x"), False),
+        (dict(a="5x?", b="5X?"), True),
+    ],
+)
+def test_a_state_is_shared_when_somebody_else_holds_it(told, shared):
+    assert is_shared(telling(**told), A) is shared
+    assert is_shared({**telling(**told), D: None}, A) is shared and not is_shared({A: [5], B: [5]}, A)
+
+
+def past(*words: str) -> dict[int, Told]:
+    return {said.epoch: said for said in (read_told(telling(a=one)[A]) for one in words)}
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, common",
+    [
+        (["3x", "4x", "5y"], ["3x", "4x", "5x"], 4),
+        (["3x", "4x", "5y"], ["5y", "6z"], 5),
+        (["3x", "4x"], ["3X", "4X"], 4),
+        (["3x", "4x?", "5x?"], ["3X", "4X", "5X"], 3),
+        (["3x"], ["4x"], -1),
+        (["3x"], ["3y"], -1),
+        (["3x"], [], -1),
+    ],
+)
+def test_what_two_states_had_in_common_is_known_by_their_past(ours, theirs, common):
+    assert last_in_common(past(*ours), past(*theirs)) == last_in_common(past(*theirs), past(*ours)) == common
+
+
+@pytest.mark.parametrize(
+    "told",
+    [None, 5, "x", [5], [[5]], [[5, "x", OTHER]], [[5, b"x", OTHER]], [[-1, HELD["x"], OTHER]], [[5, HELD["x"]]],
+     [["5", HELD["x"], OTHER]], [[5, b"\xff" * 64, OTHER]], [[epoch, HELD["x"], OTHER] for epoch in range(PAST + 1)]],
+)  # fmt: skip
+def test_a_past_that_cannot_be_read_is_none(told):
+    assert read_past(told) == {}
+
+
+def test_a_past_is_read_as_it_was_told():
+    told = [[epoch, HELD["x"], (BEGINNING, OTHER)[epoch % 2]] for epoch in range(PAST)]
+    assert [said.words() for said in read_past(told).values()] == told
+
+
 def test_out_of_step():
     told = {**telling(a="5x", b="5y", c="4x"), D: None}
     assert out_of_step(told, {A, B, C, D}) == {C: "at epoch 4, the others at 5"}
@@ -248,20 +337,25 @@ def test_out_of_step():
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    words=st.lists(st.tuples(st.integers(4, 6), st.sampled_from("xyz")), min_size=1, max_size=5),
+    words=st.lists(
+        st.tuples(st.integers(4, 6), st.sampled_from("xyzX"), st.sampled_from([BEGINNING, OTHER])),
+        min_size=1,
+        max_size=5,
+    ),
     clients=st.sets(st.sampled_from(list(PEERS.values()))),
 )
 def test_whoever_follows_ends_with_those_who_do_not(words, clients):
     """Nobody follows a peer that itself follows another, and of the common epoch not everybody is apart."""
-    told = {peer: [epoch, HELD[name]] for peer, (epoch, name) in zip(PEERS.values(), words, strict=False)}
+    told = {peer: [at, HELD[name], line] for peer, (at, name, line) in zip(PEERS.values(), words, strict=False)}
+    said = read_all(told)
     donors = frozenset(told) - clients
     follows = {peer: whom_to_follow(told, peer, donors) for peer in told}
     for peer, follow in follows.items():
         for donor in follow.donors if follow else ():
             assert donor != peer and follows[donor] is None and donor in donors
-    epoch = common_epoch(read_all(told), donors)
-    kept = {told[peer][1] for peer in told if told[peer][0] == epoch and follows[peer] is None}
-    assert len(kept) == (1 if donors else 0)
+    kept = [one for peer, one in said.items() if one.epoch == common_epoch(said, donors) and follows[peer] is None]
+    assert bool(kept) is bool(donors)
+    assert not kept or any(all(one.is_same(other) for other in kept) for one in kept)
 
 
 # --- donors ---

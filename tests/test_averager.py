@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from volunteer_kit.swarm.admission import Doorkeeper, NotAdmitted
 from volunteer_kit.swarm.averager import (
     MAX_GATHERED_BYTES,
+    Round,
     SwarmAverager,
     SwarmGradientAverager,
 )
@@ -204,6 +205,16 @@ def test_what_the_members_told_each_other(averager, only_friends, peer):
     assert gathered == {peer.peer_id: 5, B: [5, "digest"], C: None}
     assert bandwidths == [10.0, 20.0, 0.0], "a client reduces for nobody"
     assert [mode.value for mode in modes] == [0, 0, 1]
+
+
+def test_a_round_has_one_name_for_those_who_got_the_same_of_it():
+    whole = Round(group=(A, B), round_id=b"r")
+    part = {"received": 0.5, "failed_reducers": ("B", "C")}
+    assert Round(group=(A, B), round_id=b"r", seconds=2.0).name == whole.name != Round(group=(A, B), round_id=b"s").name
+    assert Round(group=(A, B), round_id=b"r", **part).name != whole.name
+    turned = {**part, "failed_reducers": ("C", "B")}
+    assert Round(group=(A, B), round_id=b"r", **part).name == Round(group=(A, B), round_id=b"r", **turned).name
+    assert Round().name is None, "a step that was taken alone"
 
 
 def test_a_group_that_cannot_be_is_refused(averager, only_friends, peer):

@@ -35,7 +35,8 @@ def epochs(peer: LocalPeer) -> list[dict]:
 
 def counted_alone(peer: LocalPeer, first: int, last: int) -> int:
     """Samples that it took for counted in steps of its own, between two epochs."""
-    return sum(e["samples"] for e in epochs(peer) if first < e["epoch"] < last and e["group_size"] == 1)
+    alone = [e for e in epochs(peer) if first < e["epoch"] < last and e["group_size"] == 1]
+    return sum(e["samples"] for e in alone if not e["uncertain"])
 
 
 def wait_until_equal(swarm, peers: list[LocalPeer]) -> None:

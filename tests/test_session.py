@@ -148,7 +148,7 @@ class Swarm:
         self.state_averager = SimpleNamespace(abandon_statistics=(abandoned := threading.Event()).set)
         self.abandoned, self._join = abandoned, join
         self.reach = SimpleNamespace(known_peers=lambda: [])
-        self.uncertain_steps = SimpleNamespace(fate=lambda: None)
+        self.uncertain_steps = SimpleNamespace(kept_until=lambda: None)
 
     def traffic(self):
         return 3, 5
@@ -195,7 +195,7 @@ def make_session(tmp_path, monkeypatch):
             lookout=None,
             peer=SimpleNamespace(dht=None, peer_id="us"),
             board=SimpleNamespace(fetch=dict),
-            tally=SimpleNamespace(totals=SimpleNamespace(samples=0), samples=0, end=lambda fate: None),
+            tally=SimpleNamespace(totals=SimpleNamespace(samples=0), samples=0, end=lambda kept_until: None),
             reading=SimpleNamespace(share=lambda *_: None, next_batch=None),
             publish=lambda: None,
             model=SimpleNamespace(num_parameters=lambda: 1),

@@ -16,7 +16,7 @@ from hivemind.utils import ValueWithExpiration
 
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
-from volunteer_kit.swarm.agreement import sketch
+from volunteer_kit.swarm.agreement import BEGINNING, PAST, sketch
 from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
@@ -104,14 +104,14 @@ X, Y = (sketch([torch.full((99,), value)], 5) for value in (1.0, 2.0))
 @pytest.mark.parametrize(
     "told, agreed",
     [
-        ([[5, X], [5, X]], True),
-        ([[5, X], [5, Y]], False),
-        ([[5, X], [5, X], [5, Y]], False),
-        ([[5, X], [4, X]], False),
-        ([[5, X], None], False),
-        ([[5, X], [5]], False),
-        ([[5, X], [5, {"x": 1}]], False),
-        ([[5, None], [5, None]], False),
+        ([[5, X, BEGINNING], [5, X, BEGINNING]], True),
+        ([[5, X, BEGINNING], [5, Y, BEGINNING]], False),
+        ([[5, X, BEGINNING], [5, X, BEGINNING], [5, Y, BEGINNING]], False),
+        ([[5, X, BEGINNING], [4, X, BEGINNING]], False),
+        ([[5, X, BEGINNING], None], False),
+        ([[5, X, BEGINNING], [5]], False),
+        ([[5, X, BEGINNING], [5, {"x": 1}, BEGINNING]], False),
+        ([[5, None, BEGINNING], [5, None, BEGINNING]], False),
     ],
 )
 def test_members_agree_when_all_hold_the_same(averager, told, agreed):
@@ -191,7 +191,7 @@ def donated(averager):
 
 def test_the_state_is_parameters_and_statistics_in_their_own_types(averager):
     metadata, tensors, infos = averager.get_current_state()
-    assert metadata == {"epoch": 0, "numbers": [0, 0]}
+    assert metadata == {"epoch": 0, "lineage": BEGINNING.hex(), "numbers": [0, 0], "past": [averager.told]}
     float32, uint8 = torch.float32, torch.uint8
     assert [tensor.dtype for tensor in tensors] == [float32, float32, uint8, float32, float32, uint8, float32, float32]
     assert [tuple(tensor.shape) for tensor in tensors[2:5]] == [(3, 4), (3, 4), ()]
@@ -258,6 +258,10 @@ def set_metadata(**values):
         (set_metadata(numbers=[1, float("nan")]), "counters"),
         (set_metadata(numbers=[1, float("inf")]), "counters"),
         (set_metadata(numbers=[1, -2]), "counters"),
+        (set_metadata(lineage=None), "lineage"),
+        (set_metadata(lineage="00" * 7), "lineage"),
+        (set_metadata(lineage="xx" * 8), "lineage"),
+        (set_metadata(lineage="00" * 10_000), "lineage"),
         (lambda metadata, tensors: tensors.pop(), "7 tensors instead of 8"),
         (lambda metadata, tensors: tensors.append(torch.zeros(1)), "9 tensors"),
         (lambda metadata, tensors: tensors.clear(), "0 tensors"),
@@ -280,6 +284,50 @@ def test_a_state_that_does_not_fit_is_refused(averager, spoil, words):
         averager.check_state(metadata, tensors)
 
 
+def take_steps(averager, count: int) -> None:
+    for _ in range(count):
+        averager.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=False)
+
+
+def test_who_takes_a_state_learns_which_of_its_own_steps_are_in_it(averager, peer):
+    """Two steps together, then one alone that the others did not take, then theirs: two are kept."""
+    donor = make_averager(peer)
+    for name in (b"first", b"second"):
+        for one in (averager, donor):
+            one.round_name = name
+            take_steps(one, 1)
+    take_steps(averager, 1)
+    take_steps(donor, 3)
+    metadata, tensors, _ = donor.get_current_state()
+    averager.adopt_state(metadata, tensors)
+    assert averager.kept_until == 2
+    assert averager.get_current_state()[0]["past"] == metadata["past"] and len(metadata["past"]) == 6
+    averager.adopt_state(*averager.get_current_state()[:2])
+    assert averager.kept_until == 5
+    averager.adopt_state(averager.metadata(), tensors)  # as of a checkpoint: its past is not known
+    assert averager.kept_until == -1
+
+
+def test_the_lineage_tells_steps_apart_that_the_sketch_does_not(averager, peer):
+    """Two who each missed another part of a small step: their models are near, and drift away later."""
+    donor, other = make_averager(peer), make_averager(peer)
+    for one, name in ((averager, b"round"), (donor, b"round"), (other, b"of which a part was missed")):
+        one.round_name = name
+        take_steps(one, 1)
+    assert averager.told == donor.told and averager.told[:2] == other.told[:2] and averager.told != other.told
+    take_steps(averager, 1)
+    take_steps(donor, 1)
+    assert averager.told[:2] == donor.told[:2] and averager.told != donor.told, "each took it alone"
+    averager.adopt_state(*donor.get_current_state()[:2])
+    assert averager.told == donor.told and averager.kept_until == 1
+
+
+def test_what_is_remembered_of_a_state_is_bounded(averager):
+    take_steps(averager, PAST + 3)
+    past = averager.get_current_state()[0]["past"]
+    assert len(past) == PAST and past[-1] == averager.told
+
+
 @pytest.mark.parametrize("metadata", [None, 7, "words", [], b"x"])
 def test_metadata_of_another_kind_is_refused(averager, metadata):
     with pytest.raises(StateRefused):
@@ -288,12 +336,17 @@ def test_metadata_of_another_kind_is_refused(averager, metadata):
 
 def test_a_state_is_of_one_moment(averager):
     """hivemind counts the epoch before the background step that makes it true: FACTS has no trap more expensive."""
-    before = averager.state_tensors()[0].clone()
+    before, start = averager.state_tensors()[0].clone(), averager.told
     averager.optimizer.gate.clear()
     averager.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=True, delay_averaging=True)
     threading.Timer(0.3, averager.optimizer.gate.set).start()
     metadata, tensors, _ = averager.get_current_state()  # asked for while the step is under way
-    assert metadata == {"epoch": 1, "numbers": [1, 1]}
+    assert metadata == {
+        "epoch": 1,
+        "lineage": averager.told[2].hex(),
+        "numbers": [1, 1],
+        "past": [start, averager.told],
+    }
     assert torch.equal(tensors[0], before - 0.1) and tensors[4].item() == 0.25
     averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
 
@@ -310,7 +363,7 @@ def test_a_joiner_waits_for_a_step_whose_gradients_are_under_way(averager):
     )
     threading.Timer(0.3, arrived.set).start()
     metadata, tensors, _ = averager.get_current_state()
-    assert metadata == {"epoch": 1, "numbers": [1, 1]} and tensors[4].item() == 0.25
+    assert metadata["epoch"] == 1 and metadata["numbers"] == [1, 1] and tensors[4].item() == 0.25
     averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
 
 
@@ -324,16 +377,16 @@ def test_a_step_that_takes_longer_is_not_told_before_it_is_true(averager, monkey
 def test_what_is_told_is_what_is_held(averager):
     """A round that began before the step would otherwise tell the others a model that is no more."""
     before = averager.told
-    assert before == [0, sketch(averager.state_tensors()[:2], 0)]
+    assert before == [0, sketch(averager.state_tensors()[:2], 0), BEGINNING]
     averager.optimizer.gate.clear()
     averager.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=True, delay_averaging=True)
     assert averager.told == before and not averager.is_between_steps
     averager.optimizer.gate.set()
     averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
-    assert averager.is_between_steps and averager.told == [1, sketch(averager.state_tensors()[:2], 1)]
+    assert averager.is_between_steps and averager.told[:2] == [1, sketch(averager.state_tensors()[:2], 1)]
     metadata, tensors = donated(averager)
     averager.adopt_state(metadata, tensors)
-    assert averager.told == [7, sketch(averager.state_tensors()[:2], 7)]
+    assert averager.told[:2] == [7, sketch(averager.state_tensors()[:2], 7)]
 
 
 # --- through the network ---
@@ -499,20 +552,31 @@ def test_steps_taken_alone_are_given_up_with_the_state_and_kept_at_the_end(optim
         assert optimizer.load_state_from_peers()
     train(optimizer, 1)
     (report,) = optimizer.reports
-    assert report.uncertain and report.fate is False
+    assert report.uncertain and report.kept_until == -1
     optimizer.settle()  # nobody else is here
-    assert optimizer.uncertain_steps.fate() is True
+    assert optimizer.uncertain_steps.kept_until() == optimizer.local_epoch
 
 
-def test_whose_round_was_not_everybodys_waits_for_the_next_one(optimizer):
-    """A line that is cut in the middle of a round: it ends without an error, and nobody has our part."""
+def test_every_step_waits_for_a_round_that_finds_another_with_it(optimizer):
+    """A line that is cut in the middle of a round: it ends without an error, and nobody has our part; or we have all of
+    it, and the others have not."""
+    train(optimizer, 1)
     optimizer.reports.clear()
-    told = {"epoch": 1, "samples": 16, "names": (), "told": [], "started": 0.0, "num_peers": 2}
-    for received, num_peers in ((0.4, 2), (1.0, 2), (1.0, 3), (1.0, 2)):  # cut, whole, without the third, whole
-        report = {**told, "num_peers": num_peers}
-        optimizer._finish_report(report, Round(group=(A, B), received=received), None)
-    found = [(report.uncertain, report.fate) for report in optimizer.reports]
-    assert found == [(True, None), (False, True), (True, None), (False, True)]
+    optimizer.uncertain_steps.kept_until()
+    ours = optimizer.state_averager.told
+    theirs = [ours[0], bytes(len(ours[1])), ours[2]]
+    epoch = optimizer.local_epoch
+    report = {"epoch": epoch, "samples": 16, "names": (), "told": ours, "started": 0.0, "num_peers": 2}
+    for told, failure in ((ours, None), (ours, None), (theirs, None), (ours, "left out"), (ours, None)):
+        optimizer._finish_report(report, Round(group=(A, B), gathered={B: told}), failure)
+    found = [(report.uncertain, report.kept_until, report.counted) for report in optimizer.reports]
+    assert found == [
+        (True, epoch, 16),  # of the step before
+        (True, epoch, 16),
+        (True, None, 16),  # ours prevails, but if we go now nobody has it
+        (False, None, 0),
+        (True, epoch, 16),
+    ]
 
 
 def test_a_microbatch_of_nan_is_told_and_not_counted(optimizer):

@@ -80,6 +80,9 @@ def test_a_damaged_model_is_found_in_the_next_round_and_mended(tmp_path, delays)
         assert found["group_size"] == 3, damaged.story()
         mended = damaged.wait_epoch(found["epoch"] + 2, group_size=3)
         assert mended["apart"] is None and mended["samples"] > 0
+        told = [e["kept_until"] for e in damaged.events if e["event"] == "epoch" and e["epoch"] > found["epoch"]]
+        kept = next(kept for kept in told if kept is not None)
+        assert kept < found["epoch"] - 1, "the damaged step is nobody's"
         for peer in sound:
             peer.wait_epoch(mended["epoch"], group_size=3)
             since = [e for e in peer.events if e["event"] == "epoch" and e["epoch"] >= found["epoch"]]

@@ -146,13 +146,18 @@ def test_parameters_come_first_and_the_step_waits_for_the_statistics(pair):
         joiner.get_current_state()
 
     for averager in (donor, joiner):  # the swarm's next step
+        averager.round_name = b"next"
         averager.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=True, delay_averaging=True)
     assert not joiner.is_between_steps
     for averager in (donor, joiner):
         averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
     assert joiner.complete and joiner.allow_state_sharing
     assert digest(joiner.state_tensors()) == digest(donor.state_tensors())
-    assert joiner.get_current_state()[0] == donor.get_current_state()[0] == {"epoch": 4, "numbers": [4, 4]}
+    assert joiner.metadata() == donor.metadata() == {
+        "epoch": 4,
+        "lineage": donor.told[2].hex(),
+        "numbers": [4, 4],
+    }
     assert joiner.told == donor.told
 
 

@@ -197,7 +197,7 @@ class Session:
         if not stops_early:
             self._reach(orders.finish_at)
         self.optimizer.settle(patience=0.0 if stops_early else FINISH_PATIENCE)
-        self.tally.end(self.optimizer.uncertain_steps.fate())
+        self.tally.end(self.optimizer.uncertain_steps.kept_until())
         path = saver.save(self.optimizer) if saver and self.optimizer.local_epoch > 0 else None
         if tell.wants_renewal and not orders.leave.is_set():
             self.emit("renewing", message=self.lookout.why_renew)

@@ -1,4 +1,4 @@
-"""What this volunteer's samples came to: counted once they are in everybody's model, and kept over restarts."""
+"""What this volunteer's samples came to: counted once others are seen to have them, and kept over restarts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from volunteer_kit.training.callbacks import Emit
 
 
 class Tally:
-    """`samples`, `epochs`: of this process; `totals`: of all stays of this machine in this run; `waiting`: samples of
-    uncertain steps, of which is not known yet whether the others go on from them.
+    """`samples`, `epochs`: of this process; `totals`: of all stays of this machine in this run.
 
     :param home: where the totals are kept; None: nowhere
     """
@@ -21,35 +20,38 @@ class Tally:
     def __init__(self, reading: Reading, home: Home | None, emit: Emit):
         self._reading, self._home, self._emit = reading, home, emit
         self.totals = home.totals() if home else Totals()
-        self.samples = self.epochs = self.waiting = 0
-        self._waiting_epochs = 0
+        self.samples = self.epochs = 0
+        self._waiting: list[tuple[int, int]] = []  # epoch, samples
         self._counted_at = time.monotonic()
+
+    @property
+    def waiting(self) -> int:
+        """Samples of steps of which is not known yet whether the others go on from them."""
+        return sum(samples for _, samples in self._waiting)
 
     def count(self, report: StepReport) -> int:
         """A global step was taken. :returns: samples of ours that are in everybody's model by now, and were not."""
         earned = self._reading.applied(report)
-        counted, epochs = self._decide(report.fate)
-        if report.uncertain:
-            self.waiting += earned
-            self._waiting_epochs += earned > 0
-        else:
+        counted, epochs = self._decide(report.kept_until)
+        if not report.uncertain:
             counted, epochs = counted + earned, epochs + (earned > 0)
+        elif earned:
+            self._waiting.append((report.epoch, earned))
         self._add(counted, epochs)
         return counted
 
-    def end(self, fate: bool | None) -> None:
-        """No more steps. :param fate: what became of the last ones; not known: they do not count"""
-        self._add(*self._decide(bool(fate)))
+    def end(self, kept_until: int | None) -> None:
+        """No more steps. :param kept_until: epoch up to which the last ones are the swarm's; not known: none"""
+        self._add(*self._decide(-1 if kept_until is None else kept_until))
 
-    def _decide(self, kept: bool | None) -> tuple[int, int]:
-        if kept is None:
+    def _decide(self, kept_until: int | None) -> tuple[int, int]:
+        """:returns: samples, steps that count from now on"""
+        if kept_until is None:
             return 0, 0
-        samples, epochs = self.waiting, self._waiting_epochs
-        self.waiting = self._waiting_epochs = 0
-        if kept:
-            return samples, epochs
-        self._reading.lost(samples)
-        return 0, 0
+        kept = [samples for epoch, samples in self._waiting if epoch <= kept_until]
+        self._reading.lost(self.waiting - sum(kept))
+        self._waiting = []
+        return sum(kept), len(kept)
 
     def _add(self, samples: int, epochs: int) -> None:
         now = time.monotonic()

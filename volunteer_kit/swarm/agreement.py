@@ -1,12 +1,17 @@
 """Do peers hold the same model, and who has to follow whom?
 
 Equal answers make equal steps, so peers that begin equal stay equal; a kill, a lost part or a missed round sets one
-apart. Every member of a round therefore tells the others its epoch and a sketch of its parameters. All of them read the
-same list by the same rule, so whoever is apart knows it at once, and knows whose state to take.
+apart. Every member of a round therefore tells the others its epoch, a sketch of its parameters, and its lineage: a
+digest of the rounds that its steps came of. The sketch says whether the values are the same but for rounding; but two
+steps can be nearer than that while the learning rate is small, and drift away later, so the lineage says whether they
+were the same steps. All members read the same list by the same rule, so whoever is apart knows it at once, and knows
+whose state to take.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +23,13 @@ from hivemind.p2p import PeerID
 
 MAX_EPOCH = 2**31
 SKETCH_SIZE = 16  # numbers: a distance is estimated within a factor of two, which is enough to tell 1e-7 from 1e-3
+PAST = 128  # epochs of which a state remembers what it was, 9 KB
 CHUNK = 2**22  # elements sketched at once, 16 MB
 # Relative distance. Processors round differently, 1e-7 a step, and are equal still; a step of which a part was missed
 # is 1e-3 away, for LAMB moves a tensor by the learning rate times its norm.
 TOLERANCE = 1e-4
+LINEAGE_SIZE = 8  # bytes
+BEGINNING = bytes(LINEAGE_SIZE)  # of a model that was begun with, or put back: the sketch alone describes it
 
 
 # --- the sketch ---
@@ -58,7 +66,18 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.linalg.norm(one - other)) / size if size > 0 else 0.0
 
 
-# --- what a peer tells: [epoch, sketch] ---
+# --- the lineage ---
+
+
+def advance(lineage: bytes, round_name: bytes | None) -> bytes:
+    """The lineage after a step.
+
+    :param round_name: equal on the members that got the same of one round; None: the step is nobody else's
+    """
+    return hashlib.blake2b(lineage + (round_name or os.urandom(16)), digest_size=LINEAGE_SIZE).digest()
+
+
+# --- what a peer tells: [epoch, sketch, lineage] ---
 
 
 @dataclass(frozen=True)
@@ -67,25 +86,52 @@ class Told:
 
     epoch: int
     sketch: np.ndarray | None = None
+    lineage: bytes = BEGINNING
+
+    def words(self) -> list:
+        """As it is told."""
+        return [self.epoch, self.sketch.astype("<f4").tobytes(), self.lineage]
+
+    def is_same(self, other: Told, tolerance: float = TOLERANCE) -> bool:
+        """The same model, of one epoch."""
+        if self.sketch is None or other.sketch is None:
+            return False
+        made_alike = (self.epoch, self.lineage) == (other.epoch, other.lineage)
+        return made_alike and distance(self.sketch, other.sketch) <= tolerance
 
 
 def read_told(told: Any) -> Told | None:
-    """A stranger's [epoch, sketch], or None."""
+    """A stranger's [epoch, sketch, lineage], or None."""
     if not isinstance(told, (list, tuple)) or not told:
         return None
-    epoch, values = told[0], told[1] if len(told) == 2 else None
+    epoch, values, lineage = told if len(told) == 3 else (told[0], None, None)
     if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
         return None
     if not isinstance(values, bytes) or len(values) != 4 * SKETCH_SIZE:
         return Told(epoch)
+    if not isinstance(lineage, bytes) or len(lineage) != LINEAGE_SIZE:
+        return Told(epoch)
     numbers = np.frombuffer(values, "<f4").astype(np.float64)
-    return Told(epoch, numbers if np.isfinite(numbers).all() else None)
+    return Told(epoch, numbers if np.isfinite(numbers).all() else None, lineage)
 
 
 def read_all(told: Mapping[PeerID, Any]) -> dict[PeerID, Told]:
     """Those of `told` that can be read."""
     read = {peer: read_told(raw) for peer, raw in told.items()}
     return {peer: said for peer, said in read.items() if said is not None}
+
+
+def read_past(past: Any) -> dict[int, Told]:
+    """What a stranger's state says that it was after its last epochs; {} if it cannot be read."""
+    if not isinstance(past, (list, tuple)) or len(past) > PAST:
+        return {}
+    return {said.epoch: said for said in map(read_told, past) if said is not None and said.sketch is not None}
+
+
+def last_in_common(ours: Mapping[int, Told], theirs: Mapping[int, Told]) -> int:
+    """The latest epoch at which two states were the same, -1 if it is not known."""
+    same = [epoch for epoch in ours.keys() & theirs.keys() if ours[epoch].is_same(theirs[epoch])]
+    return max(same, default=-1)
 
 
 # --- who is right ---
@@ -109,10 +155,9 @@ def prevailing(
 
     Only what one of `donors` holds can prevail: nobody could take a state that nobody gives.
     """
-    sketches = {peer: one.sketch for peer, one in said.items() if one.epoch == epoch and one.sketch is not None}
     best: frozenset[PeerID] = frozenset()
-    for peer in sorted(peer for peer in sketches if peer in donors):
-        near = frozenset(p for p, values in sketches.items() if distance(values, sketches[peer]) <= tolerance)
+    for peer in sorted(set(said).intersection(donors)):
+        near = frozenset(p for p, one in said.items() if one.epoch == epoch and one.is_same(said[peer], tolerance))
         if len(near) > len(best):
             best = near
     return best
@@ -145,6 +190,13 @@ def whom_to_follow(told: Mapping[PeerID, Any], own_id: PeerID, donors: Collectio
         return None
     why = f"at epoch {own.epoch}, the others at {epoch}" if own.epoch != epoch else "our model is not the others'"
     return Follow(epoch + 1, tuple(sorted(right & frozenset(donors))), why)
+
+
+def is_shared(told: Mapping[PeerID, Any], own_id: PeerID) -> bool:
+    """Does anybody else hold what we hold? Of two who differ one prevails, and nobody has its state yet."""
+    said = read_all(told)
+    own = said.pop(own_id, None)
+    return own is not None and any(one.is_same(own) for one in said.values())
 
 
 def out_of_step(told: Mapping[PeerID, Any], donors: Collection[PeerID]) -> dict[PeerID, str]:

@@ -26,7 +26,7 @@ from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Doorkeeper, IsAdmitted, admit_everybody
-from volunteer_kit.swarm.agreement import Follow, out_of_step, whom_to_follow
+from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
 from volunteer_kit.swarm.forked import forget_inherited_tensors
 from volunteer_kit.swarm.traffic import Traffic
@@ -48,7 +48,8 @@ class Round:
     """
 
     group: tuple[PeerID, ...] = ()
-    gathered: dict[PeerID, Any] = field(default_factory=dict)  # what each member told: [epoch, sketch]
+    round_id: bytes = b""  # the leader's random number
+    gathered: dict[PeerID, Any] = field(default_factory=dict)  # what each member told, see agreement.py
     donors: frozenset[PeerID] = frozenset()  # members that share their state
     received: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)  # peer id -> why its part did not enter the average
@@ -61,12 +62,23 @@ class Round:
     def __len__(self) -> int:
         return len(self.group)
 
+    @property
+    def name(self) -> bytes | None:
+        """Of this round and what was received of it: equal on members that got the same. None: there was none."""
+        if not self.group:
+            return None
+        return repr((self.round_id, self.received, sorted(self.failed_reducers))).encode()
+
     def whom_to_follow(self, own_id: PeerID, own_told: Any) -> Follow | None:
         """Whose state is the one that this round's step belongs to, if it is not ours.
 
         :param own_told: what we hold; what we told may be older, for we can take a state while a group comes together
         """
         return whom_to_follow({**self.gathered, own_id: own_told}, own_id, self.donors)
+
+    def is_shared(self, own_id: PeerID, own_told: Any) -> bool:
+        """Does another member hold what we hold?"""
+        return is_shared({**self.gathered, own_id: own_told}, own_id)
 
     def out_of_step(self) -> dict[PeerID, str]:
         """Members whose parts do not enter, with the reason."""
@@ -175,7 +187,7 @@ class SwarmAverager(DecentralizedAverager):
             donors = frozenset(
                 peer for peer, mode in zip(group_info.peer_ids, modes, strict=True) if mode == AveragingMode.NODE
             )
-            outcome = Round(group_info.peer_ids, gathered, donors)
+            outcome = Round(group_info.peer_ids, group_info.group_id, gathered, donors)
             if self.is_in_agreement(gathered):
                 outcome.in_agreement = True
                 self._running_groups[group_info.group_id].cancel()  # nobody will send anything

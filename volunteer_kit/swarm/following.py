@@ -14,7 +14,7 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.checkpoint import CheckpointError
-from volunteer_kit.swarm.agreement import Follow, prevailing, read_all
+from volunteer_kit.swarm.agreement import BEGINNING, Follow, prevailing, read_all
 from volunteer_kit.swarm.arrival import OnDownload
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.records import SwarmProgressTracker
@@ -83,7 +83,7 @@ class FollowingOptimizer(hivemind.Optimizer):
                 )
                 if loaded:
                     self._follow = None
-                    self.uncertain_steps.given_up()
+                    self.uncertain_steps.given_up(self.state_averager.kept_until)
                     self._start_epoch_anew()
         finally:
             leave.cancel()
@@ -209,6 +209,7 @@ class FollowingOptimizer(hivemind.Optimizer):
             raise CheckpointError("Nothing was saved: the optimizer's statistics are still being downloaded.")
         metadata, tensors, _ = self.state_averager.get_current_state()
         keys = [*names, *self.state_averager.statistic_keys(names)]
+        del metadata["past"]
         return dict(zip(keys, tensors, strict=True)), metadata
 
     def load_named_state(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: dict) -> None:
@@ -227,7 +228,9 @@ class FollowingOptimizer(hivemind.Optimizer):
         """Put an earlier training_state() back; the epoch goes on (a maximum of claims would undo going back)."""
         self.state_averager.abandon_statistics()
         self._finish_updates()
-        self.state_averager.adopt_state(self.state_averager.metadata(), list(tensors))
+        self.state_averager.adopt_state(
+            {**self.state_averager.metadata(), "lineage": BEGINNING.hex()}, list(tensors)
+        )
         self.uncertain_steps.given_up()
         self.grad_averager.reset_accumulated_grads_()
 

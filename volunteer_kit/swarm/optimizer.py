@@ -159,6 +159,7 @@ class SwarmOptimizer(FollowingOptimizer):
         held = super().settle(patience)
         if self.tracker.global_progress.num_peers <= 1 and self.cut_off is None:
             self.uncertain_steps.shared()  # with nobody: there is no other model
+        self.uncertain_steps.leaving()
         return held
 
     def shutdown(self) -> None:
@@ -271,6 +272,7 @@ class SwarmOptimizer(FollowingOptimizer):
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
+        self.state_averager.round_name = outcome.name
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure)
@@ -287,14 +289,13 @@ class SwarmOptimizer(FollowingOptimizer):
             return control.result(self.averaging_timeout)
 
     def _finish_report(self, report: dict[str, Any], outcome: Round, failure: str | None) -> None:
-        agrees = len(outcome) > 1 and failure is None and self._follow is None
-        if agrees:  # what we held before this step, that is
-            self.uncertain_steps.shared()
-        # those who were left out took a step of their own, and of two halves one will follow the other
-        in_part = agrees and (outcome.received < 1 or len(outcome) < report["num_peers"])
-        uncertain = len(outcome) < 2 or in_part
+        met = len(outcome) > 1
+        if met and failure is None and self._follow is None and outcome.is_shared(self.dht.peer_id, report["told"]):
+            self.uncertain_steps.shared()  # what we held before this step, that is
+        uncertain = failure is None or not met
         if uncertain:
-            uncertain = not self.uncertain_steps.taken(in_sight=report["num_peers"] > 1)
+            whole = met and outcome.received == 1 and len(outcome) >= report["num_peers"]
+            uncertain = not self.uncertain_steps.taken(report["epoch"], report["num_peers"] > 1, whole)
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
@@ -309,6 +310,6 @@ class SwarmOptimizer(FollowingOptimizer):
                 failure=failure,
                 apart=self._follow.why if self._follow is not None else None,
                 uncertain=uncertain,
-                fate=self.uncertain_steps.fate(),
+                kept_until=self.uncertain_steps.kept_until(),
             )
         )

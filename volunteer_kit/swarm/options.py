@@ -52,8 +52,8 @@ class StepReport:
     """One applied global step, as this peer saw it.
 
     `samples`: this peer's own that were in it; `names`: what they are called; `failure`: why no round of averaging took
-    them in, None if one did or nobody was in sight; `uncertain`: nobody else may have taken this step, and whether the
-    swarm goes on from it (True) or it was given up (False) is told of all such steps by `fate` of a later report;
+    them in, None if one did or nobody was in sight; `uncertain`: not known yet whether the others have this step; of
+    all such steps a later report tells that the swarm goes on from those up to `kept_until`, and the rest is lost;
     `apart`: why our state is not the others', who is being followed, None if it is theirs.
     """
 
@@ -69,7 +69,7 @@ class StepReport:
     failure: str | None = None
     apart: str | None = None
     uncertain: bool = False
-    fate: bool | None = None
+    kept_until: int | None = None
 
     @property
     def counted(self) -> int:

@@ -10,6 +10,7 @@ import concurrent.futures
 import hashlib
 import math
 import multiprocessing as mp
+import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,19 @@ from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import PeerID
 from hivemind.utils.logging import get_logger
 
-from volunteer_kit.swarm.agreement import MAX_EPOCH, SKETCH_SIZE, prevailing, read_all, sketch
+from volunteer_kit.swarm.agreement import (
+    BEGINNING,
+    LINEAGE_SIZE,
+    MAX_EPOCH,
+    PAST,
+    SKETCH_SIZE,
+    advance,
+    last_in_common,
+    prevailing,
+    read_all,
+    read_past,
+    sketch,
+)
 from volunteer_kit.swarm.arrival import ArrivingState
 from volunteer_kit.swarm.transfer import StateRefused, read_donors
 
@@ -31,7 +44,7 @@ logger = get_logger(__name__)
 # a joiner waits for a step under way, this share of what it waits for bytes: the state before it is behind on arrival
 STEP_PATIENCE = 0.8
 UPDATE_PATIENCE = 900.0  # s; longer than any round, which has its own timeouts
-TOLD = struct.Struct(f"<q{4 * SKETCH_SIZE}s")  # what the averager's process must know: epoch, sketch
+TOLD = struct.Struct(f"<q{4 * SKETCH_SIZE}s{LINEAGE_SIZE}s")  # what the averager's process must know
 
 
 def digest(tensors) -> str:
@@ -47,7 +60,8 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
     """Parameters and statistics of this peer; averages parameters when, and only when, members differ.
 
     After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
-    donor. In a round of state averaging nothing is sent while all members hold the same.
+    donor. In a round of state averaging nothing is sent while all members hold the same. A state is given with the
+    sketches that it had after its last epochs: who takes it learns by them which of its own steps are in it.
     """
 
     def __init__(self, **kwargs):
@@ -56,6 +70,10 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         self._step_done, self._state_epoch = threading.Event(), 0
         self._step_done.set()
         self._told = mp.Array("c", TOLD.size)
+        self._past: tuple[list, ...] = ()  # what we told after the last epochs
+        self._lineage = BEGINNING
+        self.round_name: bytes | None = None  # of the round that the next step comes of; None: it is nobody else's
+        self.kept_until = -1  # last epoch that we had in common with the state we took
         super().__init__(**kwargs)
         self.describe()
 
@@ -77,14 +95,15 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
 
     @property
     def told(self) -> list:
-        """[epoch, sketch of the parameters], of one moment."""
+        """[epoch, sketch of the parameters, lineage], of one moment."""
         return list(TOLD.unpack(self._told.raw))
 
     def describe(self) -> None:
         """Look at the state anew, after it changed; and tell those who look for a donor."""
         epoch = self._state_epoch
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        self._told.raw = TOLD.pack(epoch, sketch(parameters, seed=epoch))
+        self._told.raw = TOLD.pack(epoch, sketch(parameters, seed=epoch), self._lineage)
+        self._past = (*(told for told in self._past if told[0] < epoch), self.told)[-PAST:]
         if self.allow_state_sharing and self.is_alive():
             self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
 
@@ -125,7 +144,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             raise StateRefused("our own statistics are still on their way")
         with torch.no_grad(), self.lock_averaged_tensors:
             tensors = [tensor.detach().cpu().clone() for tensor in self.state_tensors()]
-            metadata = self.metadata()
+            metadata = {**self.metadata(), "past": list(self._past)}
         infos = [
             CompressionInfo.from_tensor(
                 tensor, key=i, role=TensorRole.PARAMETER if i < self.num_parameters else TensorRole.OPTIMIZER
@@ -135,9 +154,9 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         return metadata, tensors, infos
 
     def metadata(self) -> dict[str, Any]:
-        """The state's epoch, and the statistics that are plain numbers."""
+        """The state's epoch and lineage, and the statistics that are plain numbers."""
         numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
-        return {"epoch": self._state_epoch, "numbers": numbers}
+        return {"epoch": self._state_epoch, "lineage": self._lineage.hex(), "numbers": numbers}
 
     def check_state(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Raises StateRefused unless a donor's state fits ours in every shape and type, and is finite."""
@@ -151,6 +170,9 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
         if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
             raise StateRefused(f"epoch {epoch!r}")
+        lineage = metadata.get("lineage", BEGINNING.hex())  # old checkpoints have none
+        if not isinstance(lineage, str) or not re.fullmatch(f"[0-9a-f]{{{2 * LINEAGE_SIZE}}}", lineage):
+            raise StateRefused(f"lineage {lineage!r}"[:200])
         numbers = metadata.get("numbers")
         own_numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
         if not isinstance(numbers, list) or len(numbers) != len(own_numbers):
@@ -177,7 +199,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         with self.lock_averaged_tensors:
             self._copy(tensors)
             self._copy_numbers(metadata["numbers"])
-        self._follow_parameters(metadata["epoch"])
+        self._follow_parameters(metadata)
         self.settle_arrival()
 
     def go_on_without(self) -> None:
@@ -189,7 +211,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
     def adopt_parameters(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         with self.lock_averaged_tensors:
             self._copy(tensors)
-        self._follow_parameters(metadata["epoch"])
+        self._follow_parameters(metadata)
 
     def adopt_statistics(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         with self.lock_averaged_tensors:
@@ -207,12 +229,16 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         for (index, name), number in zip(slots, numbers, strict=True):
             self.optimizer.state[parameters[index]][name] = number
 
-    def _follow_parameters(self, epoch: int) -> None:
+    def _follow_parameters(self, metadata: dict) -> None:
+        past = read_past(metadata.get("past"))
+        self.kept_until = last_in_common(read_past(self._past), past)
+        self._lineage = bytes.fromhex(metadata.get("lineage", BEGINNING.hex()))
+        self._past = tuple(said.words() for said in past.values())
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
-        self.local_epoch = self._state_epoch = epoch
+        self.local_epoch = self._state_epoch = metadata["epoch"]
         self._update_scheduler()
         self.describe()
 
@@ -241,6 +267,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
                     with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
                         self.optimizer.step()
                         self._state_epoch = self.local_epoch
+                        self._lineage = advance(self._lineage, self.round_name)
                 self._update_scheduler()
                 self.finished_optimizer_step.set()
             self.describe()
@@ -254,6 +281,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             logger.exception("The delayed update failed")
             self.finished_optimizer_step.set()
         finally:
+            self.round_name = None
             self._step_done.set()
             if averaging_round:
                 self.finished_averaging_round.set()
@@ -266,7 +294,9 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
                 self, gather=self.told, timeout=timeout, require_trigger=True, wait=False
             )
             control.allow_allreduce()
-            if not control.result(timeout=timeout).in_agreement:
+            outcome = control.result(timeout=timeout)
+            if not outcome.in_agreement:
+                self._lineage = advance(BEGINNING, outcome.name)
                 self.describe()
         except BaseException as e:
             logger.log(self.status_loglevel, f"State averaging failed: {e!r}")

@@ -51,7 +51,7 @@ class StateTransfer(SwarmAverager):
 
     @property
     def told(self) -> list:
-        """[epoch, sketch of the parameters] that we declare."""
+        """What we declare: [epoch, sketch of the parameters, lineage]."""
         raise NotImplementedError
 
     def state_tensors(self) -> list[torch.Tensor]:

@@ -1,9 +1,10 @@
 """Steps of which is not known whether anybody else took them: the swarm's, if the others go on from them, and lost, if
 we take another's state.
 
-Two volunteers who begin at the same moment each take the first step alone; one whose line is cut in the middle of a
-round has heard from nobody; and who outlives a dead group is the swarm from then on. Only what comes later tells which
-it was, and until then nobody is told that the samples of such a step have counted.
+No step is certain by its own round. When a line is cut in the middle of one, this survivor may have the vanished
+reducer's slice and the next one not, and neither can tell: their models differ, and one of them is given up. Two
+volunteers who begin at the same moment each take the first step alone, and who outlives a dead group is the swarm from
+then on. Only what comes later tells which it was, and until then nobody is told that the step's samples have counted.
 """
 
 from __future__ import annotations
@@ -22,41 +23,49 @@ class UncertainSteps:
     def __init__(self, certain_after: float, after_meeting: float, clock: Callable[[], float] = time.monotonic):
         self._certain_after, self._after_meeting, self._clock = certain_after, after_meeting, clock
         self._undecided = self._has_met = False  # there are some; somebody was here
+        self._likely = True  # all of them
         self._alone_since: float | None = None
-        self._fate: bool | None = None
+        self._last, self._kept_until = -1, None
 
-    def taken(self, in_sight: bool) -> bool:
-        """One more, while others were `in_sight` or not. :returns: whether it is the swarm's for certain after all, and
-        those before it with it."""
+    def taken(self, epoch: int, in_sight: bool, whole: bool = False) -> bool:
+        """One more, while others were `in_sight` or not, in a round that was `whole` (all who were in sight, all parts)
+        or not. :returns: whether it is the swarm's for certain already, and those before it with it."""
         now = self._clock()
+        self._last = epoch
         if in_sight:
             self._met()
         elif self._alone_since is None:
             self._alone_since = now
         elif now - self._alone_since >= (self._after_meeting if self._has_met else self._certain_after):
-            self._decide(True)
+            self._decide(epoch)
             return True
-        self._undecided = True
+        self._undecided, self._likely = True, self._likely and whole
         return False
 
     def shared(self) -> None:
         """The members of a round hold what we hold."""
-        self._decide(True)
+        self._decide(self._last)
         self._met()
 
-    def given_up(self) -> None:
-        """Another's state took the place of ours."""
-        self._decide(False)
+    def given_up(self, kept_until: int = -1) -> None:
+        """Another's state took the place of ours; the two were one up to the end of epoch `kept_until`."""
+        self._decide(kept_until)
         self._met()
 
-    def fate(self) -> bool | None:
-        """Of all that were undecided: True: the swarm has them, False: lost, None: nothing new. Told once."""
-        fate, self._fate = self._fate, None
-        return fate
+    def leaving(self) -> None:
+        """No later round will tell: a step whose round was whole is taken for the swarm's."""
+        if self._likely:
+            self._decide(self._last)
+
+    def kept_until(self) -> int | None:
+        """All are decided: the swarm has those up to this epoch, the later ones are lost. None: nothing new. Told
+        once."""
+        kept_until, self._kept_until = self._kept_until, None
+        return kept_until
 
     def _met(self) -> None:
         self._has_met, self._alone_since = True, None
 
-    def _decide(self, fate: bool) -> None:
+    def _decide(self, kept_until: int) -> None:
         if self._undecided:
-            self._undecided, self._fate = False, fate
+            self._undecided, self._likely, self._kept_until = False, True, kept_until

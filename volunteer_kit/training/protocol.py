@@ -77,10 +77,10 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "state_loaded": ("epoch", "source"),  # source: "peers" | "checkpoint" | "new"
     "step": ("epoch", "samples", "samples_per_second", "loss", "num_peers", "swarm_samples", "target_batch_size"),
     "averaging": ("num_peers",),  # a round begins
-    # one an applied global step: `samples` of this peer are the swarm's by now, of this step and of earlier ones that
-    # were uncertain; `loss`: the step's mean; `received`: 1.0 = all parts
+    # one an applied global step: `samples` of this peer are seen to be the swarm's by now, mostly those of the step
+    # before: the next round shows that others have it; `loss`: the step's mean; `received`: 1.0 = all parts
     "epoch": ("epoch", "samples", "total_samples", "loss", "group_size", "received", "seconds", "sent_bytes"),
-    # of all stays of this machine in this run; `waiting`: samples of steps that nobody else may have taken
+    # of all stays of this machine in this run; `waiting`: samples of steps that the others are not yet seen to have
     "totals": ("samples", "epochs", "seconds", "waiting"),
     "swarm": ("num_peers", "rank", "share", "samples_per_second"),  # who is here, by their own account
     "traffic": ("sent", "received"),  # bytes since this process began

@@ -196,7 +196,7 @@ def facts(progress: Progress) -> list[Fact]:
     here = p.volunteers if known(p.volunteers) else None
     swarm_speed = f"{number(p.swarm_samples_per_second)} samples/s together" if p.swarm_samples_per_second else ""
     return [
-        Fact("Your samples", number(p.my_samples), waiting or share or steps),
+        Fact("Your samples", number(p.my_samples), (share if p.my_samples else "") or waiting or steps),
         Fact("Your place", place or NOT_YET, "by samples given" if place else ""),
         Fact("Your speed", f"{number(p.samples_per_second)} samples/s", "pictures with captions"),
         Fact("The swarm", count(here, "volunteer") if here is not None else NOT_YET, swarm_speed),
