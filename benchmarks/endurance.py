@@ -6,8 +6,8 @@ dead. Nobody does anything about it.
 A host and three volunteers, the real join_swarm(), each on a network namespace of its own (needs root and iproute2).
 Two are plagued in turn; the third is left in peace, and its memory is watched. A fault counts as recovered when
 samples of the plagued one have entered a global step again after it was over. samples_lost: samples that a volunteer
-was shown as counted and that were gone later, from his screen, from his totals, or because the step that held them was
-his alone while the others took another one.
+was shown as counted and that were gone later, from his screen, from his totals, or because the model that the swarm
+ended with does not come of the step that held them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +32,6 @@ RECOVER_WITHIN = 180.0  # s after a fault is over
 BREATHER = 12.0  # s of peace between two faults
 FAULTS = 12  # at least
 SETTLED = 240.0  # s from which on memory is watched
-APART = "our model is not the others'"  # what a round says to whoever has to take another model
 KINDS = ("cut 20 s", "kill", "memory", "host dead 60 s", "suspend 30 s", "cut 75 s", "kill without host")
 
 
@@ -46,6 +44,7 @@ class Fault:
 
 
 def main(minutes: float) -> int:
+    from endurance_parts.ledger import judge
     from endurance_parts.memory import Watch
     from endurance_parts.swarm import Host, Volunteer, wait_until
 
@@ -85,11 +84,14 @@ def main(minutes: float) -> int:
             for volunteer in volunteers:
                 volunteer.end()
             lost = 0
-            for volunteer in volunteers:
-                for why, samples in losses(volunteer, volunteers).items():
+            verdicts = judge([volunteer.home / "ledger.jsonl" for volunteer in volunteers])
+            for volunteer, verdict in zip(volunteers, verdicts, strict=True):
+                for why, samples in losses(volunteer, verdict).items():
                     console.print(f"[red]volunteer {volunteer.number - 1} lost {samples} samples: {why}")
                     lost += samples
             counted = {v.number - 1: v.shown["samples"] for v in volunteers}
+            unknown = sum(verdict.unknown for verdict in verdicts)
+            console.print(f"Counted samples of which the ledgers do not tell where they went: {unknown}")
         finally:
             for machine in (*volunteers, host):
                 machine.signal_all(signal.SIGCONT)
@@ -156,17 +158,11 @@ def kill_worker(victim) -> None:
     wait_until(lambda: victim.shown["pid"] != pid)
 
 
-def losses(volunteer, volunteers) -> dict[str, int]:
-    """Samples that were counted and are in nobody else's model, by what became of them."""
+def losses(volunteer, verdict) -> dict[str, int]:
+    """Samples that were counted and are in nobody's model, by what became of them."""
     saved = json.loads((volunteer.home / "totals.json").read_text())["samples"]
-    lost = {"gone from the screen": volunteer.lost, "not in totals.json": volunteer.shown["samples"] - saved}
-    shared = {e["epoch"] for other in volunteers if other is not volunteer for e in other.events("epoch")}
-    for event in volunteer.events("epoch"):
-        if event["samples"] and event["group_size"] == 1 and event["epoch"] in shared:
-            lost[f"in a step of his own, epoch {event['epoch']}, which others took without him"] = event["samples"]
-    for before, event in pairwise(volunteer.events("epoch")):
-        if event["apart"] == APART and before["samples"] and not before["apart"]:
-            lost[f"in epoch {before['epoch']}, whose model the others do not have"] = before["samples"]
+    lost = {f"in epoch {epoch}, which the swarm's model does not contain": n for epoch, n in verdict.lost.items()}
+    lost |= {"gone from the screen": volunteer.lost, "not in totals.json": volunteer.shown["samples"] - saved}
     return {why: samples for why, samples in lost.items() if samples > 0}
 
 

@@ -1,4 +1,5 @@
-"""The kit's worker, whose memory runs out when it gets SIGUSR1: the next microbatch does not fit."""
+"""The kit's worker, which keeps a ledger, and whose memory runs out when it gets SIGUSR1: the next microbatch does not
+fit."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 import threading
 
 import torch
+from endurance_parts.ledger import keep
 
 import volunteer_kit.session as session
 from volunteer_kit.worker import main
@@ -24,5 +26,6 @@ def faulty(model, batch):
 
 if __name__ == "__main__":
     session.compute_loss = faulty
+    keep()
     signal.signal(signal.SIGUSR1, lambda *_: runs_out.set())
     sys.exit(main())

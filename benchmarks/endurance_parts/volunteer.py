@@ -1,17 +1,21 @@
 """A volunteer who is to be plagued: `volunteer.py RUN HOME ADDRESS`, the real join_swarm() in a process of its own.
 
-stdout: a JSON line a second of what he is shown. HOME/events.jsonl: every event of his worker. Ctrl-C leaves.
+stdout: a JSON line a second of what he is shown. HOME/events.jsonl: every event of his worker; HOME/ledger.jsonl: its
+models and counted steps. Ctrl-C leaves.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from endurance_parts.ledger import WHERE
 
 from volunteer_kit import volunteer
 from volunteer_kit.stay import Stay
@@ -63,5 +67,6 @@ if __name__ == "__main__":
     run, home, address = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     home.mkdir(parents=True, exist_ok=True)
     write_down(home)
+    os.environ[WHERE] = str(home / "ledger.jsonl")
     volunteer.Stay = partial(Stay, make_worker=partial(Supervisor, module="endurance_parts.faulty_worker"))
     volunteer.join_swarm(run, home=home, surface=Screen(), host_maddrs=[f"/ip4/{address}/tcp/0"])
