@@ -23,6 +23,16 @@ def home(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def peer():
+    """A peer of its own, on loopback."""
+    from volunteer_kit.swarm.peer import PeerConfig, start_peer  # hivemind: takes seconds
+
+    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
+    yield peer
+    peer.shutdown()
+
+
 class Clock:
     """s, set by hand."""
 

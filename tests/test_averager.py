@@ -22,19 +22,11 @@ from volunteer_kit.swarm.averager import (
     SwarmAverager,
     SwarmGradientAverager,
 )
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 
 
 # --- what a microbatch counts ---
-
-
-@pytest.fixture(scope="module")
-def peer():
-    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
-    yield peer
-    peer.shutdown()
 
 
 def make_averager(peer, params, **options) -> SwarmGradientAverager:

@@ -450,15 +450,6 @@ def test_negative_squares_are_refused_in_fp32_too():
     own.load_state_dict(state)
 
 
-@pytest.fixture(scope="module")
-def peer():
-    from volunteer_kit.swarm import peer as swarm_peer  # hivemind: takes seconds
-
-    peer = swarm_peer.start_peer(swarm_peer.PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
-    yield peer
-    peer.shutdown()
-
-
 def make_averager(peer, seed: int):
     """The averager of a run with 8-bit statistics, as SwarmOptimizer builds it, with the original run's codecs."""
     from volunteer_kit.swarm.codec import make_codec

@@ -16,7 +16,6 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.records import (
     Limits,
     PeerBoard,
@@ -58,13 +57,6 @@ class Somebody:
 @pytest.fixture(scope="module")
 def people():
     return [Somebody() for _ in range(5)]
-
-
-@pytest.fixture(scope="module")
-def peer():
-    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
-    yield peer
-    peer.shutdown()
 
 
 # --- keys ---

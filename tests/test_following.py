@@ -1,0 +1,148 @@
+"""A training state out and back through the optimizer: checkpoints, earlier states, and what became of its steps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hivemind.p2p import PeerID
+
+from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
+from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.swarm.averager import Round
+from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
+from volunteer_kit.swarm.state import StateRefused, digest
+
+A, B = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2))
+NAMES = ["weight", "bias"]
+
+
+@pytest.fixture(scope="module")
+def optimizer(peer):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4)
+    optimizer = SwarmOptimizer(
+        peer=peer,
+        options=SwarmOptions(
+            run_key="checkpoints", target_batch_size=16, matchmaking_time=1.0, delay_optimizer_step=False
+        ),
+        params=list(model.parameters()),
+        optimizer=lambda params: Lamb(params, lr=0.02),
+    )
+    yield optimizer
+    optimizer.shutdown()
+
+
+def train(optimizer, epochs: int) -> None:
+    last = optimizer.local_epoch + epochs
+    deadline = time.monotonic() + 30
+    while optimizer.local_epoch < last:
+        optimizer.zero_grad()
+        for parameter in optimizer.state_averager.main_parameters:
+            parameter.grad = torch.randn_like(parameter)
+        assert optimizer.step(batch_size=8) is True
+        assert time.monotonic() < deadline
+
+
+def test_a_checkpoint_brings_back_every_bit(optimizer, tmp_path):
+    train(optimizer, 2)
+    saved, told = digest(optimizer.training_state()), optimizer.state_averager.told
+    tensors, metadata = optimizer.named_state(NAMES)
+    assert set(NAMES) < set(tensors) and metadata["epoch"] == optimizer.local_epoch
+    assert all(name.split("/")[0] == "optimizer" and name.split("/")[1] in NAMES for name in set(tensors) - set(NAMES))
+    path = save_checkpoint(tmp_path, tensors, {"run": "x", **metadata})
+    epoch = optimizer.local_epoch
+    train(optimizer, 1)
+    assert digest(optimizer.training_state()) != saved
+
+    checkpoint = load_checkpoint(path)
+    optimizer.load_named_state(NAMES, checkpoint.tensors, checkpoint.meta)
+    assert digest(optimizer.training_state()) == saved and optimizer.local_epoch == epoch
+    assert optimizer.state_averager.told == told, "its lineage, too"
+    parameters = optimizer.state_averager.main_parameters
+    assert torch.equal(parameters[0], tensors["weight"]), "the model that trains, too"
+    train(optimizer, 1)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(optimizer):
+    tensors, metadata = optimizer.named_state(NAMES)
+    before = digest(optimizer.training_state())
+    without = {name: tensor for name, tensor in tensors.items() if name != "bias"}
+    with pytest.raises(StateRefused, match="lacks bias"):
+        optimizer.load_named_state(NAMES, without, metadata)
+    with pytest.raises(StateRefused, match="tensor 0"):
+        optimizer.load_named_state(NAMES, {**tensors, "weight": torch.zeros(4, 7)}, metadata)
+    with pytest.raises(StateRefused, match="not finite"):
+        optimizer.load_named_state(NAMES, {**tensors, "bias": torch.full((4,), float("nan"))}, metadata)
+    with pytest.raises(StateRefused, match="epoch"):
+        optimizer.load_named_state(NAMES, tensors, {**metadata, "epoch": -1})
+    assert digest(optimizer.training_state()) == before
+
+
+def test_an_earlier_state_comes_back_and_the_epoch_goes_on(optimizer):
+    """The swarm's epoch is a maximum of claims: going back in number would be undone by the next peer."""
+    good = [tensor.clone() for tensor in optimizer.training_state()]
+    train(optimizer, 2)
+    epoch = optimizer.local_epoch
+    optimizer.grad_averager.local_samples_accumulated = 8
+    optimizer.restore(good)
+    assert digest(optimizer.training_state()) == digest(good)
+    assert optimizer.local_epoch == epoch and optimizer.grad_averager.local_samples_accumulated == 0
+    assert optimizer.settle() == digest(good)
+
+
+def test_alone_every_step_is_reported_with_its_samples(optimizer):
+    optimizer.reports.clear()
+    train(optimizer, 2)
+    reports = list(optimizer.reports)
+    assert [report.epoch for report in reports] == [optimizer.local_epoch - 1, optimizer.local_epoch]
+    for report in reports:
+        assert report.group_size == 1 and report.failure is None and report.received == 1.0
+        assert report.samples == report.counted == 16 and report.uncertain
+        assert report.bytes_sent == 0
+
+
+def test_steps_taken_alone_are_given_up_with_the_state_and_kept_at_the_end(optimizer, monkeypatch):
+    train(optimizer, 1)
+    optimizer.reports.clear()
+    with monkeypatch.context() as patch:  # somebody gives us another state
+        patch.setattr(optimizer.state_averager, "load_state_from_peers", lambda **_: True)
+        assert optimizer.load_state_from_peers()
+    train(optimizer, 1)
+    (report,) = optimizer.reports
+    assert report.uncertain and report.kept_until == -1
+    optimizer.settle()  # nobody else is here
+    assert optimizer.uncertain_steps.kept_until() == optimizer.local_epoch
+
+
+def test_every_step_waits_for_a_round_that_finds_another_with_it(optimizer):
+    """A line that is cut in the middle of a round: it ends without an error, and nobody has our part; or we have all of
+    it, and the others have not."""
+    train(optimizer, 1)
+    optimizer.reports.clear()
+    optimizer.uncertain_steps.kept_until()
+    ours = optimizer.state_averager.told
+    theirs = [ours[0], bytes(len(ours[1])), ours[2]]
+    epoch = optimizer.local_epoch
+    report = {"epoch": epoch, "samples": 16, "names": (), "told": ours, "started": 0.0, "num_peers": 2}
+    for told, failure in ((ours, None), (ours, None), (theirs, None), (ours, "left out"), (ours, None)):
+        optimizer._finish_report(report, Round(group=(A, B), gathered={B: told}), failure)
+    found = [(report.uncertain, report.kept_until, report.counted) for report in optimizer.reports]
+    assert found == [
+        (True, epoch, 16),  # of the step before
+        (True, epoch, 16),
+        (True, None, 16),  # ours prevails, but if we go now nobody has it
+        (False, None, 0),
+        (True, epoch, 16),
+    ]
+
+
+def test_a_microbatch_of_nan_is_told_and_not_counted(optimizer):
+    before = digest(optimizer.training_state())
+    samples = optimizer.grad_averager.local_samples_accumulated
+    for parameter in optimizer.state_averager.main_parameters:
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    assert optimizer.step(batch_size=8) is False
+    assert optimizer.grad_averager.local_samples_accumulated == samples
+    assert digest(optimizer.training_state()) == before
