@@ -126,6 +126,20 @@ def test_nothing_is_promised_that_is_not_kept():
     assert "handed over;" in words.MEANINGS["leaving"] and "not handed over" in said and "nothing is lost" not in said
 
 
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({"waiting_samples": 16}, "3.4 % of the swarm's"),  # a step's samples always wait for the next one
+        ({"waiting_samples": 16, "share": None}, "16 more wait for the others"),
+        ({"waiting_samples": 16, "my_samples": 0}, "16 wait for the others"),
+        ({"my_samples": 0, "my_epochs": 0}, "none counted yet"),
+        ({"share": None}, "in 212 steps"),
+    ],
+)
+def test_what_is_said_of_your_samples(values, says):
+    assert words.facts(training(**values))[0].note == says
+
+
 def test_what_is_not_known_is_not_invented():
     empty = {fact.label: fact.value for fact in words.facts(Progress())}
     assert empty["Your place"] == empty["The swarm"] == empty["Global step"] == words.NOT_YET

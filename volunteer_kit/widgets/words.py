@@ -191,7 +191,8 @@ def facts(progress: Progress) -> list[Fact]:
     place = f"{ordinal(p.rank)} of {number(p.volunteers)}" if p.rank and p.volunteers else ""
     share = f"{percent(p.share)} of the swarm's" if known(p.share) else ""
     steps = f"in {count(p.my_epochs, 'step')}" if p.my_epochs else "none counted yet"
-    waiting = f"{number(p.waiting_samples)} more wait for the others" if p.waiting_samples else ""
+    more = "more " if p.my_samples else ""
+    waiting = f"{number(p.waiting_samples)} {more}wait for the others" if p.waiting_samples else ""
     of_all = f"of {number(p.total_epochs)}" if p.total_epochs else ""
     here = p.volunteers if known(p.volunteers) else None
     swarm_speed = f"{number(p.swarm_samples_per_second)} samples/s together" if p.swarm_samples_per_second else ""
