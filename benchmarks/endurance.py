@@ -90,8 +90,6 @@ def main(minutes: float) -> int:
                     console.print(f"[red]volunteer {volunteer.number - 1} lost {samples} samples: {why}")
                     lost += samples
             counted = {v.number - 1: v.shown["samples"] for v in volunteers}
-            unknown = sum(verdict.unknown for verdict in verdicts)
-            console.print(f"Counted samples of which the ledgers do not tell where they went: {unknown}")
         finally:
             for machine in (*volunteers, host):
                 machine.signal_all(signal.SIGCONT)
@@ -162,6 +160,8 @@ def losses(volunteer, verdict) -> dict[str, int]:
     """Samples that were counted and are in nobody's model, by what became of them."""
     saved = json.loads((volunteer.home / "totals.json").read_text())["samples"]
     lost = {f"in epoch {epoch}, which the swarm's model does not contain": n for epoch, n in verdict.lost.items()}
+    lost |= {"in steps of which the ledgers do not tell whether anybody has them": verdict.unknown}
+    lost |= {"shown, and in no ledger": volunteer.shown["samples"] - verdict.counted}
     lost |= {"gone from the screen": volunteer.lost, "not in totals.json": volunteer.shown["samples"] - saved}
     return {why: samples for why, samples in lost.items() if samples > 0}
 

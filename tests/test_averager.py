@@ -206,6 +206,7 @@ def test_a_round_has_one_name_for_those_who_got_the_same_of_it():
     assert Round(group=(A, B), round_id=b"r", **part).name != whole.name
     turned = {**part, "failed_reducers": ("C", "B")}
     assert Round(group=(A, B), round_id=b"r", **part).name == Round(group=(A, B), round_id=b"r", **turned).name
+    assert Round(group=(A, B), round_id=b"r", failed_reducers=("B",)).name == whole.name, "after its last answer"
     assert Round().name is None, "a step that was taken alone"
 
 

@@ -10,6 +10,7 @@ from hivemind.p2p import PeerID
 
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.swarm.agreement import Follow
 from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.state import StateRefused, digest
@@ -136,6 +137,20 @@ def test_every_step_waits_for_a_round_that_finds_another_with_it(optimizer):
         (False, None, 0),
         (True, epoch, 16),
     ]
+
+
+def test_who_leaves_while_apart_does_not_count_on_his_last_step(optimizer, monkeypatch):
+    train(optimizer, 1)
+    optimizer.reports.clear()
+    optimizer.uncertain_steps.shared()
+    optimizer.uncertain_steps.kept_until()
+    epoch = optimizer.local_epoch
+    report = {"epoch": epoch, "samples": 16, "names": (), "told": [], "started": 0.0, "num_peers": 2}
+    optimizer._finish_report(report, Round(group=(A, B)), None)
+    monkeypatch.setattr(optimizer, "_follow", Follow(epoch + 1, (B,), "our model is not the others'"))
+    optimizer._finish_report({**report, "epoch": epoch + 1}, Round(group=(A, B)), None)
+    optimizer.uncertain_steps.leaving()
+    assert optimizer.uncertain_steps.kept_until() == epoch
 
 
 def test_a_microbatch_of_nan_is_told_and_not_counted(optimizer):

@@ -148,7 +148,7 @@ class Swarm:
         self.state_averager = SimpleNamespace(abandon_statistics=(abandoned := threading.Event()).set)
         self.abandoned, self._join = abandoned, join
         self.reach = SimpleNamespace(known_peers=lambda: [])
-        self.uncertain_steps = SimpleNamespace(kept_until=lambda: None)
+        self.uncertain_steps = SimpleNamespace(kept_until=lambda: None, leaving=lambda: None)
 
     def traffic(self):
         return 3, 5
@@ -304,8 +304,41 @@ def test_leaving_ends_the_wait_for_statistics(make_session, monkeypatch):
             orders.leave.set()
             assert session.optimizer.abandoned.wait(20) and should_stop()
 
+        def tell_steps(self): ...
+
     monkeypatch.setattr(session_module, "Trainer", Loop)
     session.train(orders)
+
+
+@pytest.mark.parametrize("ends", ["by a dead line", "by an error", "well"])
+def test_however_the_training_ends_it_is_told_what_became_of_the_last_steps(make_session, monkeypatch, ends):
+    """Its line dead, a worker begins anew; the step before, which everybody has, would count for nobody."""
+    orders, told = SimpleNamespace(leave=threading.Event(), finish_at=None), []
+    session = make_session(Swarm())
+    session.optimizer.uncertain_steps = SimpleNamespace(leaving=lambda: told.append("leaving"), kept_until=lambda: 7)
+    session.tally.end = told.append
+
+    class Loop:
+        def __init__(self, *_, **__): ...
+
+        def train(self, should_stop):
+            if ends == "by an error":
+                raise OSError("the disk")
+            session.lookout.must_dial_anew = ends == "by a dead line"
+            if ends == "well":
+                orders.leave.set()
+
+        def tell_steps(self):
+            told.append("the last steps")
+
+    monkeypatch.setattr(session_module, "Trainer", Loop)
+    try:
+        session.train(orders)
+    except (OSError, SwarmError):
+        assert told == ["leaving", 7] and ends != "well"
+    else:
+        assert told == ["the last steps", "leaving", 7] and ends == "well"
+    orders.leave.set()  # a thread waits for it
 
 
 @pytest.mark.slow

@@ -63,11 +63,12 @@ def test_without_steps_nothing_is_decided(steps):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "kept"),
-    [([True], True), ([False], False), ([False, True], False), ([True, False], False), ([False, "shared", True], True)],
-    ids=["whole", "in part", "after one in part", "then one in part", "after one that was shared"],
-)
-def test_who_leaves_takes_a_step_for_the_swarms_if_its_round_was_whole(steps, rounds, kept):
+    ("rounds", "kept_until"),
+    [([True], 0), ([True, True], 1), ([False], -1), ([False, True], -1), ([True, False, True], 0),
+     ([False, "shared", True], 2)],
+    ids=["whole", "two", "in part", "after one in part", "then one in part", "after one that was shared"],
+)  # fmt: skip
+def test_who_leaves_takes_a_step_for_the_swarms_if_its_round_was_whole(steps, rounds, kept_until):
     for epoch, whole in enumerate(rounds):
         if whole == "shared":
             steps.shared()
@@ -75,7 +76,7 @@ def test_who_leaves_takes_a_step_for_the_swarms_if_its_round_was_whole(steps, ro
         else:
             assert not steps.taken(epoch, in_sight=True, whole=whole)
     steps.leaving()
-    assert steps.kept_until() == (len(rounds) - 1 if kept else None)
+    assert steps.kept_until() == kept_until
 
 
 # --- what they earn ---

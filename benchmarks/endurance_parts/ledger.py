@@ -71,7 +71,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Samples of one volunteer. `unknown`: of steps from before the line of models can be followed."""
+    """Samples of one volunteer. `unknown`: of steps whose model is not known, or older than the line of models can be
+    followed."""
 
     counted: int
     lost: dict[int, int]  # epoch -> samples
@@ -141,7 +142,7 @@ def verdict(
         if epoch not in line or not made:
             unknown += samples
         elif not any(is_same(sketch, line[epoch]) for sketch in made):
-            lost[epoch] = samples
+            lost[epoch] = lost.get(epoch, 0) + samples
     return Verdict(counted, lost, unknown)
 
 

@@ -188,16 +188,22 @@ class Session:
         self.stream.read_ahead(MICROBATCHES_AHEAD * max(self.compute.batch_size, self.compute.likely_batch))
         orders.finish_at = orders.finish_at or self.spec.finish_at
         lookout = self.lookout
-        self.trainer.train(
-            lambda: orders.leave.is_set() or tell.wants_renewal or lookout.must_dial_anew or self._has_finished(orders)
-        )
-        if lookout.must_dial_anew and not orders.leave.is_set():
-            raise SwarmError(self.optimizer.cut_off or "The line was dead.", kind="dead_peers")
-        stops_early = orders.leave.is_set() or tell.wants_renewal
-        if not stops_early:
-            self._reach(orders.finish_at)
-        self.optimizer.settle(patience=0.0 if stops_early else FINISH_PATIENCE)
-        self.tally.end(self.optimizer.uncertain_steps.kept_until())
+        try:
+            self.trainer.train(
+                lambda: (
+                    orders.leave.is_set() or tell.wants_renewal or lookout.must_dial_anew or self._has_finished(orders)
+                )
+            )
+            if lookout.must_dial_anew and not orders.leave.is_set():
+                raise SwarmError(self.optimizer.cut_off or "The line was dead.", kind="dead_peers")
+            stops_early = orders.leave.is_set() or tell.wants_renewal
+            if not stops_early:
+                self._reach(orders.finish_at)
+            self.optimizer.settle(patience=0.0 if stops_early else FINISH_PATIENCE)
+            self.trainer.tell_steps()
+        finally:
+            self.optimizer.uncertain_steps.leaving()
+            self.tally.end(self.optimizer.uncertain_steps.kept_until())
         path = saver.save(self.optimizer) if saver and self.optimizer.local_epoch > 0 else None
         if tell.wants_renewal and not orders.leave.is_set():
             self.emit("renewing", message=self.lookout.why_renew)

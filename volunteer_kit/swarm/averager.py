@@ -67,7 +67,8 @@ class Round:
         """Of this round and what was received of it: equal on members that got the same. None: there was none."""
         if not self.group:
             return None
-        return repr((self.round_id, self.received, sorted(self.failed_reducers))).encode()
+        missed = (self.received, sorted(self.failed_reducers)) if self.received < 1 else ()
+        return repr((self.round_id, *missed)).encode()
 
     def whom_to_follow(self, own_id: PeerID, own_told: Any) -> Follow | None:
         """Whose state is the one that this round's step belongs to, if it is not ours.

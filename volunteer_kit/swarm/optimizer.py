@@ -159,7 +159,6 @@ class SwarmOptimizer(FollowingOptimizer):
         held = super().settle(patience)
         if self.tracker.global_progress.num_peers <= 1 and self.cut_off is None:
             self.uncertain_steps.shared()  # with nobody: there is no other model
-        self.uncertain_steps.leaving()
         return held
 
     def shutdown(self) -> None:
@@ -294,7 +293,7 @@ class SwarmOptimizer(FollowingOptimizer):
             self.uncertain_steps.shared()  # what we held before this step, that is
         uncertain = failure is None or not met
         if uncertain:
-            whole = met and outcome.received == 1 and len(outcome) >= report["num_peers"]
+            whole = met and self._follow is None and outcome.received == 1 and len(outcome) >= report["num_peers"]
             uncertain = not self.uncertain_steps.taken(report["epoch"], report["num_peers"] > 1, whole)
         self.reports.append(
             StepReport(

@@ -23,7 +23,7 @@ class UncertainSteps:
     def __init__(self, certain_after: float, after_meeting: float, clock: Callable[[], float] = time.monotonic):
         self._certain_after, self._after_meeting, self._clock = certain_after, after_meeting, clock
         self._undecided = self._has_met = False  # there are some; somebody was here
-        self._likely = True  # all of them
+        self._likely_until, self._is_doubtful = -1, False  # the last of those that all were whole; one was not
         self._alone_since: float | None = None
         self._last, self._kept_until = -1, None
 
@@ -39,7 +39,9 @@ class UncertainSteps:
         elif now - self._alone_since >= (self._after_meeting if self._has_met else self._certain_after):
             self._decide(epoch)
             return True
-        self._undecided, self._likely = True, self._likely and whole
+        self._undecided, self._is_doubtful = True, self._is_doubtful or not whole
+        if not self._is_doubtful:
+            self._likely_until = epoch
         return False
 
     def shared(self) -> None:
@@ -53,9 +55,9 @@ class UncertainSteps:
         self._met()
 
     def leaving(self) -> None:
-        """No later round will tell: a step whose round was whole is taken for the swarm's."""
-        if self._likely:
-            self._decide(self._last)
+        """No later round will tell: steps whose rounds were whole are taken for the swarm's, up to the first that was
+        not."""
+        self._decide(self._likely_until)
 
     def kept_until(self) -> int | None:
         """All are decided: the swarm has those up to this epoch, the later ones are lost. None: nothing new. Told
@@ -68,4 +70,5 @@ class UncertainSteps:
 
     def _decide(self, kept_until: int) -> None:
         if self._undecided:
-            self._undecided, self._likely, self._kept_until = False, True, kept_until
+            self._undecided, self._kept_until = False, kept_until
+        self._likely_until, self._is_doubtful = -1, False

@@ -167,13 +167,17 @@ class Trainer:
                 callback.on_microbatch(self, loss, samples)
         else:
             self.microbatches_not_finite += 1
-        reports = self.optimizer.reports
         if self.optimizer.only_accumulated:  # averaging, downloads and outages say nothing about this device
             self.tuning.measured(samples, seconds)
             speed = samples / seconds
             self.samples_per_second = 0.9 * self.samples_per_second + 0.1 * speed if self.samples_per_second else speed
-        while reports:
-            report, mean_loss = reports.popleft(), self.epoch_loss.take()
+        self.tell_steps()
+
+    def tell_steps(self) -> None:
+        """Call back for the global steps since the last time. To be called once more when the optimizer has settled:
+        the last one may have been taken in the background."""
+        while self.optimizer.reports:
+            report, mean_loss = self.optimizer.reports.popleft(), self.epoch_loss.take()
             for callback in self.callbacks:
                 callback.on_epoch(self, report, mean_loss)
 
