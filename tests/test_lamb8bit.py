@@ -1,4 +1,4 @@
-"""8-bit LAMB beside slow roads to the same place: bitsandbytes' codes, the formulas in numpy, Lamb in fp32."""
+"""8-bit LAMB's steps beside slow roads to the same place: the formulas in numpy, Lamb in fp32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import math
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,137 +15,10 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+from tests.test_lamb8bit_codes import codes_of, one_step
 from tests.test_optim import flat, set_grads
-from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim import Lamb, Lamb8bit, OptimizerConfig, build_optimizer_factory, fused, param_groups
 from volunteer_kit.optim.fused import BLOCK, CHUNK
-
-
-def codes_of(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """What the kernel's table says of values in [-1, 1], with numpy."""
-    bits = values.astype(np.float32).view(np.int32)
-    upper, lower = (bits >> 16).astype(np.uint16), (bits ^ (bits >> 31)).astype(np.uint16)
-    return (table[upper] + lower) >> 16
-
-
-# codes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_the_code_books_are_bitsandbytes(signed):
-    from bitsandbytes import functional  # takes seconds
-
-    book = fused.code_book(signed)
-    theirs = functional.create_dynamic_map(signed).numpy()
-    np.testing.assert_allclose(book, theirs, rtol=2e-7, atol=0)
-    assert (np.diff(book) > 0).all() and book.shape == (256,) and 0 in book and book[-1] == 1
-
-
-def distance(book: np.ndarray, codes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    return np.abs(book[codes].astype(np.float64) - values)
-
-
-def floats(book: np.ndarray) -> np.ndarray:
-    """In [-1, 1]: random ones of every size, and those around each code and each middle of two codes."""
-    random = np.random.default_rng(0).integers(0, 2**32, 300_000, dtype=np.uint32).view(np.float32)
-    middles = ((book[:-1].astype(np.float64) + book[1:]) / 2).astype(np.float32)
-    marks = np.concatenate([book, middles, np.array([0.0, -0.0, 1e-45, -1e-45], np.float32)])
-    around = [np.nextafter(marks, np.float32(side)) for side in (-2, 2)]
-    return np.concatenate([random[np.abs(random) <= 1], marks, *around])
-
-
-def test_the_table_finds_the_nearest_code_of_every_float():
-    book, values = fused.MEAN_BOOK, floats(fused.MEAN_BOOK)
-    after = np.searchsorted(book, values).clip(1, 255)
-    nearest = np.minimum(distance(book, after, values), distance(book, after - 1, values))
-    assert (distance(book, codes_of(values, fused.MEAN_TABLE), values) <= nearest + 1.2e-7 * np.abs(values)).all()
-
-
-@pytest.mark.parametrize("share", [fused.SHARES.min(), 0.5, fused.SHARES.max()])
-def test_the_lines_find_the_two_codes_around_every_root(share):
-    book, values = fused.ROOT_BOOK.astype(np.float64), floats(fused.ROOT_BOOK)
-    values = values[(values > 1e-40) | (values == 0)]
-    values = np.abs(values)
-    codes, shares = np.empty(len(values), np.uint8), np.full(len(values), share, np.float32)
-    fused._round_roots(values.copy(), codes, fused.ROOT_LINES, shares, np.empty(len(values), np.uint16))
-    places = np.interp(values, book, np.arange(256))
-    expected = np.where(values > 0, np.clip(np.floor(places + share), 1, 255), 0)
-    edge = np.abs(places + share - np.round(places + share)) < 0.06  # a decade's edge among floats of one upper half
-    np.testing.assert_array_equal(codes[~edge], expected[~edge])
-    assert np.abs(codes - expected).max() <= 1
-
-
-def one_step(weight, grad, optimizer=Lamb8bit, **kwargs):
-    param = nn.Parameter(weight.clone())
-    param.grad = grad
-    lamb = optimizer([param], **kwargs)
-    lamb.step()
-    return param.detach(), lamb.state[param]
-
-
-def normalized(exact: torch.Tensor, absmax: torch.Tensor) -> np.ndarray:
-    return (exact.double() / absmax.double().repeat_interleave(BLOCK)[: len(exact)]).numpy()
-
-
-@pytest.fixture
-def both(monkeypatch):
-    """Exact and 8-bit statistics after the same step."""
-    monkeypatch.setattr(Lamb, "fused_size", 1)
-    generator = torch.Generator().manual_seed(0)
-    weight, grad = (torch.randn(30 * BLOCK + 77, generator=generator) for _ in range(2))
-    return one_step(weight, grad, Lamb)[1], one_step(weight, grad, min_8bit_size=1)[1]
-
-
-def test_the_means_codes_are_bitsandbytes_or_nearer(both):
-    """bitsandbytes' own search on the CPU is coarse for small values, and misses a code in a thousand."""
-    from bitsandbytes import functional  # takes seconds
-
-    exact, state = both
-    book = torch.from_numpy(fused.MEAN_BOOK)
-    theirs, scale = functional.quantize_blockwise(exact["exp_avg"], code=book, blocksize=BLOCK)
-    assert torch.equal(state["exp_avg_absmax"], scale.absmax)
-    values, theirs, ours = normalized(exact["exp_avg"], scale.absmax), theirs.numpy(), state["exp_avg"].numpy()
-    same = ours == theirs
-    distances = [distance(fused.MEAN_BOOK, codes, values)[~same] for codes in (ours, theirs)]
-    assert same.mean() > 0.99 and (distances[0] < distances[1] + 1e-7).all()
-
-
-def test_the_codes_of_roots_are_the_two_nearest_and_right_on_average(both):
-    exact, state = both
-    absmax = state["exp_avg_sq_absmax"]
-    values, codes = normalized(exact["exp_avg_sq"].sqrt(), absmax), state["exp_avg_sq"].numpy()
-    book = fused.ROOT_BOOK.astype(np.float64)
-    above = np.searchsorted(book, values - 1e-7).clip(1, 255)
-    assert ((codes == above) | (codes == above - 1)).mean() > 0.99
-    assert (np.abs(codes.astype(int) - above + 0.5) < 2).all()
-    low = values < 0.1  # gaps are wide there
-    assert abs((book[codes] - values)[low].mean()) < 1e-5 < np.abs(book[codes] - values)[low].mean() / 10
-
-
-def test_small_changes_of_a_square_are_not_lost():
-    """Rounded to the nearest, a square that falls by 4 % a step would keep its code for ever."""
-    param = nn.Parameter(torch.ones(BLOCK))
-    lamb = Lamb8bit([param], min_8bit_size=1, max_grad_norm=None, lr=0.0)
-    exact = torch.zeros(BLOCK, dtype=torch.float64)
-    for step in range(41):
-        param.grad = torch.full((BLOCK,), 1e-2 if step == 0 else 0.0)
-        param.grad[0] = 1.0
-        exact = 0.96 * exact + 0.04 * param.grad.double() ** 2
-        lamb.step()
-    root = torch.from_numpy(fused.ROOT_BOOK)[lamb.state[param]["exp_avg_sq"].int()]
-    root = root * lamb.state[param]["exp_avg_sq_absmax"]
-    assert float(root[1:].mean()) == pytest.approx(float(exact[1:].sqrt().mean()), rel=0.03)
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-42, -1e-39, 1.0, -3e38])
-def test_blocks_of_one_value(value):
-    values, codes = np.full(BLOCK, value, np.float32), np.empty(BLOCK, np.uint8)
-    absmax = fused._normalize(values)
-    fused._round_means(values, codes, fused.MEAN_TABLE, *np.empty((2, BLOCK), np.uint16))
-    decoded = fused.MEAN_BOOK[codes] * absmax
-    assert np.isfinite(decoded).all()
-    np.testing.assert_allclose(decoded, value if abs(value) > 1e-38 else 0, rtol=0.01)
-
 
 # a step --------------------------------------------------------------------------------------------------------
 
@@ -448,91 +320,3 @@ def test_negative_squares_are_refused_in_fp32_too():
     state["state"][0]["exp_avg_sq"][0] = 1.0
     state["state"][0]["exp_avg"][0] = -1.0
     own.load_state_dict(state)
-
-
-def make_averager(peer, seed: int):
-    """The averager of a run with 8-bit statistics, as SwarmOptimizer builds it, with the original run's codecs."""
-    from volunteer_kit.swarm.codec import make_codec
-    from volunteer_kit.swarm.state import SwarmStateAverager
-
-    optimizer, scheduler = build_optimizer_factory(OptimizerConfig(lr=0.01, warmup_epochs=2, total_epochs=100))
-    return SwarmStateAverager(
-        dht=peer.dht, prefix="lamb8bit", params=param_groups(make_model(seed), 0.045), optimizer=optimizer,
-        scheduler=scheduler, offload_optimizer=True, custom_gradients=True, client_mode=False,
-        state_compression=make_codec("float16", "uniform8", 65_536), declare_state_period=5.0,
-        min_matchmaking_time=1.0, next_chunk_timeout=10.0, start=False,
-    )  # fmt: skip
-
-
-def test_a_late_joiner_equals_its_donor_to_the_last_bit(peer):
-    from hivemind.compression import NoCompression, deserialize_torch_tensor
-    from hivemind.proto import runtime_pb2
-
-    from volunteer_kit.swarm.state import digest
-
-    donor, own = make_averager(peer, 0), make_averager(peer, 1)
-    assert type(donor.optimizer) is Lamb8bit, "with offload_optimizer the statistics are of the copies on the CPU"
-    random_steps(donor.optimizer, 3)
-    metadata, tensors, infos = donor.get_current_state()
-    assert sum(tensor.dtype == torch.uint8 for tensor in tensors) == 6
-    codec = NoCompression()  # SwarmOptimizer's load_state_compression
-    sent = [codec.compress(tensor, info).SerializeToString() for tensor, info in zip(tensors, infos, strict=True)]
-    received = [deserialize_torch_tensor(runtime_pb2.Tensor.FromString(message)) for message in sent]
-    own.check_state(metadata, received)
-    own.adopt_state(metadata, received)
-    assert digest(own.state_tensors()) == digest(donor.state_tensors())
-    for averager in (donor, own):
-        random_steps(averager.optimizer, 2, seed=50)
-    assert digest(own.state_tensors()) == digest(donor.state_tensors()), "and stays equal"
-
-
-@pytest.mark.parametrize("small", ["none", "float16", "uniform8", "blockwise8"])
-@pytest.mark.parametrize("large", ["none", "float16", "uniform8", "blockwise8"])
-def test_codes_pass_every_codec_untouched(small, large):
-    from hivemind.compression import CompressionInfo, deserialize_torch_tensor
-
-    from volunteer_kit.swarm.codec import make_codec
-
-    codec = make_codec(small, large, 1000)
-    for size in (100, 70_000):
-        codes = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        message = codec.compress(codes, CompressionInfo.from_tensor(codes))
-        assert torch.equal(deserialize_torch_tensor(message), codes)
-
-
-@pytest.mark.parametrize("name", ["exp_avg_absmax", "exp_avg_sq_absmax", "exp_avg_sq"])
-@pytest.mark.parametrize("value", [math.nan, -1e-9])
-def test_a_strangers_impossible_statistics_are_refused(peer, name, value):
-    from volunteer_kit.swarm.state import StateRefused
-
-    donor, own = make_averager(peer, 0), make_averager(peer, 1)
-    random_steps(donor.optimizer, 1)
-    metadata, tensors, _ = donor.get_current_state()
-    names = [key for _, key, statistic in donor._statistics() if torch.is_tensor(statistic)]
-    keys = [None] * (len(tensors) - len(names)) + names
-    index = next(i for i, key in enumerate(keys) if key == name and tensors[i].is_floating_point())
-    own.check_state(metadata, tensors)
-    tensors[index].view(-1)[-1] = value
-    with pytest.raises(StateRefused):
-        own.check_state(metadata, tensors)
-
-
-def test_a_checkpoint_brings_everything_back(peer, tmp_path):
-    donor = make_averager(peer, 0)
-    random_steps(donor.optimizer, 2)
-    names = [name for name, _ in make_model().named_parameters()]
-    tensors = dict(zip([*names, *donor.statistic_keys(names)], donor.get_current_state()[1], strict=True))
-    loaded = load_checkpoint(save_checkpoint(tmp_path, tensors, {"epoch": 3}), finite=True)
-    assert loaded.tensors.keys() == tensors.keys()
-    assert all(torch.equal(loaded.tensors[key], tensors[key]) for key in tensors)
-    assert all(loaded.tensors[key].dtype == tensors[key].dtype for key in tensors)
-
-
-def test_steps_from_a_background_thread():
-    """hivemind's delayed step runs in an executor of its own, beside the training."""
-    params = [make_model(0), make_model(0)]
-    optimizers = [Lamb8bit(model.parameters()) for model in params]
-    random_steps(optimizers[0], 2)
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(random_steps, optimizers[1], 2).result()
-    assert flat(optimizers[0].state_dict()) == flat(optimizers[1].state_dict())

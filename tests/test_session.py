@@ -12,13 +12,12 @@ from PIL import Image
 from tests.demo_volunteer import demo_volunteer
 from volunteer_kit import session as session_module
 from volunteer_kit.home import Home
-from volunteer_kit.runs import PROTOCOL_VERSION, build_model, load_run
+from volunteer_kit.runs import build_model, load_run
 from volunteer_kit.session import Left, Session
 from volunteer_kit.session import lookout as lookout_module
 from volunteer_kit.session import pictures as pictures_module
 from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
 from volunteer_kit.session.pictures import KEPT, DrawPictures
-from volunteer_kit.session.same_run import check_same_run
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.training.protocol import WorkerSpec
@@ -103,39 +102,9 @@ def test_what_goes_wrong_with_drawing_is_told_once_and_training_goes_on(tmp_path
     assert told == ["warning"]
 
 
-# --- is it the same run? ---
+# --- watching and leaving, with stand-ins for the network ---
 
 RUN = load_run("demo")
-OURS = SimpleNamespace(fingerprint=RUN.fingerprint, protocol=PROTOCOL_VERSION)
-OTHER = SimpleNamespace(fingerprint="f" * 32, protocol=PROTOCOL_VERSION)
-NEWER = SimpleNamespace(fingerprint="e" * 32, protocol=PROTOCOL_VERSION + 1)
-
-
-@pytest.mark.parametrize(
-    ("records", "was_here", "outcome"),
-    [
-        ([], False, None),
-        ([OURS], False, None),
-        ([OTHER, NEWER, OURS], False, None),  # one of ours is enough
-        ([OTHER], False, "wrong_run"),
-        ([NEWER], False, "outdated"),
-        ([NEWER, NEWER], False, "outdated"),
-        ([OTHER, NEWER], False, "wrong_run"),
-        ([OTHER, OTHER], True, "warning"),  # back from an outage, before the others are
-        ([NEWER], True, "warning"),
-    ],
-)
-def test_peers_of_another_run_are_told_and_send_nobody_away_who_was_here(records, was_here, outcome):
-    if outcome in (None, "warning"):
-        told = check_same_run(RUN, records, was_here=was_here)
-        assert told is None if outcome is None else RUN.run_id in told
-    else:
-        with pytest.raises(SwarmError) as caught:
-            check_same_run(RUN, records, was_here=was_here)
-        assert caught.value.kind == outcome
-
-
-# --- watching and leaving, with stand-ins for the network ---
 
 
 class Swarm:

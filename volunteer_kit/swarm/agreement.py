@@ -25,8 +25,8 @@ MAX_EPOCH = 2**31
 SKETCH_SIZE = 16  # numbers: a distance is estimated within a factor of two, which is enough to tell 1e-7 from 1e-3
 PAST = 128  # epochs of which a state remembers what it was, 9 KB
 CHUNK = 2**22  # elements sketched at once, 16 MB
-# Relative distance. Processors round differently, 1e-7 a step, and are equal still; a step of which a part was missed
-# is 1e-3 away, for LAMB moves a tensor by the learning rate times its norm.
+# Relative distance. Processors round differently, 1e-7 a step, and are equal still. LAMB moves a tensor by the learning
+# rate times its norm, so another step can be as near as this while the rate is small: that is the lineage's to tell.
 TOLERANCE = 1e-4
 LINEAGE_SIZE = 8  # bytes
 BEGINNING = bytes(LINEAGE_SIZE)  # of a model that was begun with, or put back: the sketch alone describes it
