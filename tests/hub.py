@@ -12,6 +12,7 @@ that one refuses whoever brings it a token.
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import contextlib
 import hashlib
@@ -29,6 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hub_uploads import Uploads
 
 ELSEWHERE = (".parquet", ".safetensors", ".bin", ".tar")  # files that lie on the other host
 REVISION = "refs/[^/]+/[^/]+|[^/]+"
@@ -67,6 +71,16 @@ class Fault:
 
 
 @dataclass
+class App:
+    """An OAuth app of a host: what its login page at the Hub gives, and to whom (RFC 6749, RFC 7636)."""
+
+    client_id: str
+    person: str = "mona"  # who is logged in at the Hub in this browser
+    scope: str = "openid profile"
+    codes: dict[str, dict[str, str]] = field(default_factory=dict)  # code -> what the browser brought
+
+
+@dataclass
 class Device:
     """The login in the browser (RFC 8628): what a person does there, and what the Hub then gives."""
 
@@ -94,6 +108,12 @@ class Hub(ThreadingHTTPServer):
         self.orgs: dict[str, list[str]] = {}  # of a person
         self.expired: set[str] = set()
         self.device = Device()
+        self.ids: dict[str, str] = {}  # of a person, if it is not made of the name
+        self.app: App | None = None
+        self.hides_orgs = False  # from whoami-v2 of an OAuth login
+        self.writers: set[str] = set()  # tokens that may make and change repositories
+        self.lfs: dict[str, bytes] = {}  # large files that were brought, by SHA-256
+        self.commits: list[tuple[str, str, dict[str, Any]]] = []  # (repository, message, its files after it)
         self.admitted: set[str] = set()  # tokens that gated and private repositories are open to
         self.faults: list[Fault] = []
         self._repos: dict[tuple[str, str], Repo] = {}
@@ -146,6 +166,16 @@ class Hub(ThreadingHTTPServer):
         """The next `times` requests whose path has `part` fail: by status, or cut in the middle of their body."""
         self.faults.append(Fault(part, times, status, retry_after, cut_after))
 
+    def oauth_token(self, name: str, client_id: str, scope: str = "openid profile") -> str:
+        """As the Hub's: "hf_oauth_" and a signed JSON Web Token, which it knows from now on."""
+        claims = {"scope": scope.split(), "aud": "https://huggingface.co", "client_id": client_id, "sub": name}
+        parts = [json.dumps(part).encode() for part in ({"alg": "EdDSA"}, {**claims, "jti": len(self.tokens)})]
+        key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+        signed = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in parts)
+        token = f"hf_oauth_{signed.decode()}.{base64.urlsafe_b64encode(key.sign(signed)).decode().rstrip('=')}"
+        self.tokens[token] = name
+        return token
+
     def forget(self) -> None:
         """Of requests and faults."""
         self.asked.clear()
@@ -194,7 +224,7 @@ class _Refused(Exception):
     pass
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Uploads, BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
     wbufsize = 2**16
@@ -212,9 +242,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
     def _answer(self) -> None:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._read_body()
         self._fault = self.server.note(Asked(self.command, self.path, self.headers.get("Range"), token))
         if self._fault and self._fault.status:
             wait = self._fault.retry_after
@@ -225,12 +258,30 @@ class _Handler(BaseHTTPRequestHandler):
             status, code = why.args
             self._say({"error": code}, status, {"X-Error-Code": code, "X-Error-Message": code})
 
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
     def _route(self, path: str, token: str | None, body: bytes) -> None:
+        if self._take_upload(path, token, body):
+            return
         if path == "/api/whoami-v2":
             self._whoami(token)
         elif path in ("/oauth/device", "/oauth/token"):
             form = {name: values[0] for name, values in parse_qs(body.decode()).items()}
-            self._device(form) if path == "/oauth/device" else self._device_token(form)
+            is_code = form.get("grant_type") == "authorization_code"
+            answer = self._device if path == "/oauth/device" else self._code_token if is_code else self._device_token
+            answer(form)
+        elif path == "/oauth/authorize":
+            self._authorize({name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()})
+        elif path == "/oauth/userinfo":
+            self._userinfo(token)
         elif match := re.fullmatch(r"/cdn/(models|datasets)/(.+?)/-/(.+)", path):
             if token or parse_qs(urlsplit(self.path).query).get("signature") != ["yes"]:
                 raise _Refused(400, "OnlyOneAuthMechanismAllowed")
@@ -259,8 +310,37 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say({"error": message}, 401, {"X-Error-Message": message})
         name = hub.tokens[token]
         orgs = [{"type": "org", "name": org, "roleInOrg": "read"} for org in hub.orgs.get(name, [])]
+        if hub.hides_orgs and token.startswith("hf_oauth_"):
+            orgs = []
         auth = {"type": "access_token", "accessToken": hub.rights[token]} if token in hub.rights else {}
-        self._say({"type": "user", "name": name, "orgs": orgs, "auth": auth})
+        self._say({"type": "user", "id": hub.ids.get(name, f"id-{name}"), "name": name, "orgs": orgs, "auth": auth})
+
+    def _userinfo(self, token: str | None) -> None:
+        name = self.server.tokens.get(token or "")
+        if name is None or not token.startswith("hf_oauth_"):
+            return self._say({"error": "no"}, 401)
+        orgs = [{"sub": org, "name": org.title(), "preferred_username": org} for org in self.server.orgs.get(name, [])]
+        self._say({"sub": f"id-{name}", "preferred_username": name, "orgs": orgs})
+
+    def _authorize(self, query: dict[str, str]) -> None:
+        """The person agrees at once."""
+        app = self.server.app
+        if app is None or query["client_id"] != app.client_id or query["code_challenge_method"] != "S256":
+            return self._say({"error": "invalid_client"}, 400)
+        code = f"secret-code-{len(app.codes)}"
+        app.codes[code] = query
+        back = f"{query['redirect_uri']}?code={code}&state={quote(query['state'])}"
+        self._say({}, 302, {"Location": back})
+
+    def _code_token(self, form: dict[str, str]) -> None:
+        app = self.server.app
+        begun = app.codes.pop(form["code"], None) if app else None
+        digest = hashlib.sha256(form["code_verifier"].encode()).digest()
+        challenge = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+        if begun is None or begun["code_challenge"] != challenge or begun["redirect_uri"] != form["redirect_uri"]:
+            return self._say({"error": "invalid_grant"}, 400)
+        token = self.server.oauth_token(app.person, app.client_id, app.scope)
+        self._say({"access_token": token, "token_type": "bearer", "expires_in": 28800, "scope": app.scope})
 
     def _device(self, form: dict[str, str]) -> None:
         device = self.server.device

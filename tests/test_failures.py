@@ -16,7 +16,9 @@ from tests.hub import Hub
 from volunteer_kit.run_reader import RUN_FILES
 
 DEMO = (RUN_FILES / "demo.yaml").read_text()
-AUTHORITY = "authority: {url: 'http://127.0.0.1:9', public_key: k, organization: train-together}\n"
+PUBLIC_KEY = "ed25519:zCxnPDqEWnO5E2QIRyTsT3RpR-IUYM1P65zsY1VYt44"
+ABOUT = f"url: 'http://127.0.0.1:9', public_key: '{PUBLIC_KEY}', organization: train-together"
+AUTHORITY = f"authority: {{{ABOUT}}}\n"
 ROOT = str(Path(__file__).parents[1])
 PATIENCE = 120  # s for one cell
 

@@ -23,6 +23,7 @@ from hub import Hub
 from volunteer_kit.auth.login import Identity, Login, LoginError
 
 READ, WRITE, FINE = "hf_readonlyAAAA", "hf_writesBBBB", "hf_finegrainedCCCC"
+PUBLIC_KEY = "ed25519:zCxnPDqEWnO5E2QIRyTsT3RpR-IUYM1P65zsY1VYt44"
 LINK = "https://huggingface.co/settings/tokens/new?tokenType=read"
 CHAT = {"permissions": ["repo.content.read", "inference.serverless.write"]}
 
@@ -279,7 +280,8 @@ def test_a_run_with_an_app_of_its_hosts_offers_the_browser(world, hub, tmp_path)
     demo, runs = (RUN_FILES / "demo.yaml").read_text(), []
     for name, app in (("without", ""), ("with", ", oauth_client_id: the-hosts-app")):
         runs.append(tmp_path / f"{name}.yaml")
-        runs[-1].write_text(f"{demo}\nauthority: {{url: 'https://auth.example.org', public_key: k{app}}}\n")
+        about = f"url: 'https://auth.example.org', public_key: '{PUBLIC_KEY}'{app}"
+        runs[-1].write_text(f"{demo}\nauthority: {{{about}}}\n")
     hub.tokens[hub.device.token] = "dora"
     assert world[1](log_in_for, str(runs[0])) == (None, None, []) and hub.device.clients == []
     name, link, _ = world[1](log_in_for, str(runs[1]))

@@ -32,6 +32,7 @@ from volunteer_kit.runs import (
     with_data,
 )
 
+PUBLIC_KEY = "ed25519:zCxnPDqEWnO5E2QIRyTsT3RpR-IUYM1P65zsY1VYt44"
 CODES = load_image_tokenizer("scenes32").config
 WORDS = load_tokenizer("words").vocab_size
 DEMO = f"""\
@@ -273,7 +274,7 @@ def test_what_must_be_equal_changes_the_fingerprint(changes):
     [
         {"description": "other words"},
         {"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/QmX"]},
-        {"authority": {"url": "https://example.org", "public_key": "k"}},
+        {"authority": {"url": "https://example.org", "public_key": PUBLIC_KEY}},
         {"swarm__matchmaking_time": 3.0},
         {"swarm__load_state_timeout": 5.0},
         {"data__prefetch": 7},

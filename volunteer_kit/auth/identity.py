@@ -50,6 +50,7 @@ class Identity:
     name: str
     orgs: tuple[str, ...] = ()
     token: str = field(default="", repr=False)
+    hub_id: str = ""  # stays when the account is renamed
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("An Identity holds a token and is not pickled; send name and orgs.")
@@ -75,7 +76,7 @@ def check(
         _refuse_writing(access, scope)
     if organization and organization.lower() not in (org.lower() for org in orgs):
         raise LoginError("organization", _not_in(organization, name, access))
-    return Identity(name, orgs, token)
+    return Identity(name, orgs, token, str(answer.get("id") or ""))
 
 
 def tidy(token: str) -> str:

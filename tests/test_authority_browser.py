@@ -1,0 +1,120 @@
+"""The moderators' page in a real browser, on a phone and on a desk: signing in, banning, and how it looks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from browser import chromium
+from hub import App, Hub
+from local_authority import add_person, join_body, make_authority, served, this_hub
+from playwright.sync_api import Browser, Page, expect
+
+from volunteer_kit.swarm.peer import free_port
+
+pytestmark = pytest.mark.slow
+PHONE = {"viewport": {"width": 375, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
+DESK = {"viewport": {"width": 1100, "height": 900}}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with Hub() as hub, this_hub(hub):
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def url(hub, tmp_path) -> Iterator[str]:
+    hub.app = App("the-hosts-app", person="Mona")
+    port = free_port()
+    authority = make_authority(tmp_path, url=f"http://127.0.0.1:{port}", oauth_client_id="the-hosts-app")
+    with served(authority, port) as url:
+        for number, name in enumerate(("anna", "Bernard-with-a-rather-long-name-at-the-Hub", "carl")):
+            answer = requests.post(f"{url}/v1/join", json=join_body(add_person(hub, name, "cats"), number), timeout=20)
+            assert answer.status_code == 200
+        yield url
+    authority.storage.close()
+
+
+def open_page(browser: Browser, url: str, scheme: str, how: dict) -> Page:
+    page = browser.new_context(**how, color_scheme=scheme).new_page()
+    page.errors = []
+    page.on("console", lambda said: page.errors.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: page.errors.append(str(error)))
+    page.goto(f"{url}/moderate")
+    return page
+
+
+def picture(page: Page, name: str, folder: Path) -> None:
+    place = Path(os.environ.get("VOLUNTEER_KIT_SCREENSHOTS") or folder)
+    page.screenshot(path=place / f"moderate-{name}.png", full_page=True)
+
+
+def test_a_moderator_on_a_phone_signs_in_at_the_hub_and_bans(browser, url, hub, tmp_path):
+    page = open_page(browser, url, "dark", PHONE)
+    picture(page, "sign-in-phone-dark", tmp_path)
+    page.get_by_role("link", name="Sign in with Hugging Face").click()
+    expect(page.get_by_role("heading", name="People")).to_be_visible()
+    assert page.url == f"{url}/moderate", "the strict cookie came along"
+    add = page.get_by_role("textbox", name="Name at the Hub").first
+    add.fill("dora")
+    page.get_by_role("button", name="Add").click()
+    expect(page.get_by_role("status")).to_have_text("dora may take part now.")
+    row = page.locator("li", has_text="anna").first
+    row.get_by_text("Ban", exact=True).click()
+    row.get_by_label("Reason").fill("sends numbers that are far too large")
+    picture(page, "ban-phone-dark", tmp_path)
+    row.get_by_role("button", name="Ban anna").click()
+    expect(page.get_by_role("status")).to_have_text(re.compile("anna is banned"))
+    picture(page, "phone-dark", tmp_path)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375, "nothing sticks out to the side"
+    assert (
+        requests.post(f"{url}/v1/join", json=join_body(add_person(hub, "anna", "cats")), timeout=20).status_code == 403
+    )
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('button, .button')].map(b => b.getBoundingClientRect().height)"
+    )
+    assert min(sizes) >= 44, "fingers are wide"
+    page.get_by_role("button", name="Lift the ban of anna").click()
+    expect(page.get_by_text("Nobody is banned.")).to_be_visible()
+    assert page.errors == []
+
+
+def test_a_moderator_at_a_desk_signs_in_with_a_token(browser, url, hub, tmp_path):
+    token = add_person(hub, "Max")
+    page = open_page(browser, url, "light", DESK)
+    page.get_by_text("Or with a token").click()
+    page.get_by_label("A Hugging Face token").fill("hf_wrong")
+    page.get_by_role("button", name="Sign in", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text("does not know this token")
+    picture(page, "sign-in-refused", tmp_path)
+    page.get_by_text("Or with a token").click()
+    page.get_by_label("A Hugging Face token").fill(token)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="People")).to_be_visible()
+    page.get_by_text("Ban somebody who is not here").click()
+    form = page.locator("details", has_text="Ban somebody who is not here")
+    form.get_by_label("Name at the Hub").fill("eve")
+    form.get_by_label("Reason").fill("several accounts; see the chat of 12 May")
+    form.get_by_role("button", name="Ban").click()
+    expect(page.get_by_role("status")).to_contain_text("eve is banned")
+    page.get_by_role("textbox", name="Find a name").fill("RN")
+    page.keyboard.press("Enter")
+    expect(page.locator("section").first.locator("ul.people li")).to_have_count(1)
+    page.get_by_role("link", name="Show everybody").click()
+    picture(page, "desk-light", tmp_path)
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_role("heading", name="People")).to_have_count(0)
+    page.go_back()
+    expect(page.get_by_role("heading", name="People")).to_have_count(0)
+    assert [error for error in page.errors if "403" not in error] == []

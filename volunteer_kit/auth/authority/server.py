@@ -1,0 +1,110 @@
+"""The authority as a process that serves: its socket, its certificate, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from volunteer_kit.auth.authority.settings import AuthorityError, is_loopback
+
+GRACE = 5  # s that requests under way have when it is ended
+
+
+def serve(
+    app: FastAPI,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls_cert: str | Path | None = None,
+    tls_key: str | Path | None = None,
+    behind_proxy: bool = False,
+    on_ready: Callable[[str], None] = lambda url: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Until SIGTERM, Ctrl-C or `stop`; `on_ready` gets the address where it listens. Raises AuthorityError.
+
+    `behind_proxy`: one on this machine does TLS and tells who asks; without it, whoever asks is who is connected, for
+    headers can be made up.
+    """
+    is_tls = bool(tls_cert or tls_key)
+    if is_tls and not (tls_cert and tls_key):
+        raise AuthorityError("A certificate and its key go together: give both --tls-cert and --tls-key.")
+    if not is_loopback(host) and not is_tls and not behind_proxy:
+        raise AuthorityError(
+            f"At {host} the authority would be reached over lines that are not encrypted, and logins pass there.\n"
+            "1. Give it a certificate: --tls-cert FILE --tls-key FILE\n"
+            "2. Or let a proxy on this machine do TLS, and say so: --behind-proxy"
+        )
+    listening = _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        log_config=_log_config(),
+        access_log=False,  # the Hub's answer to a sign-in stands in an address
+        proxy_headers=behind_proxy,
+        forwarded_allow_ips="127.0.0.1,::1",
+        server_header=False,
+        limit_concurrency=2000,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=GRACE,
+        ssl_certfile=str(tls_cert) if is_tls else None,
+        ssl_keyfile=str(tls_key) if is_tls else None,
+        h11_max_incomplete_event_size=32_768,
+        ws="none",
+        lifespan="off",
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        listening.close()
+        raise AuthorityError(f"The certificate {tls_cert} or its key {tls_key} cannot be used ({error}).") from None
+    name = f"[{host}]" if ":" in host else host
+    url = f"{'https' if is_tls else 'http'}://{name}:{listening.getsockname()[1]}"
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when all is done
+        _Server(config, lambda: on_ready(url), stop or threading.Event()).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], stop: threading.Event) -> None:
+        super().__init__(config)
+        self._on_ready, self._stop = on_ready, stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._stop.is_set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise AuthorityError(
+            f"The authority cannot listen at {host}, port {port} ({reason}).\n"
+            "1. Look what has the port: ss -ltnp\n2. Choose another one: --port"
+        ) from None
+    return listening
+
+
+def _log_config() -> dict[str, object]:
+    """uvicorn's, without a line for each request: access_log=False alone leaves them to a handler of the root's."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["loggers"]["uvicorn.access"] = {"handlers": [], "level": logging.CRITICAL, "propagate": False}
+    return config

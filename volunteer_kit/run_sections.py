@@ -1,0 +1,122 @@
+"""Two sections of a run file: how its swarm averages, and who may let peers in."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from volunteer_kit.auth.keys import parse_public_keys
+from volunteer_kit.run_reader import impossible
+
+HubName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")]  # of an account or organization
+Codec = Literal["none", "float16", "uniform8", "blockwise8"]  # swarm/codec.py has them
+
+
+class SwarmConfig(BaseModel):
+    """How the swarm averages. Times are in seconds, sizes in elements of a tensor."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # s a peer waits for others before a round. Raise it when groups stay smaller than the swarm; only the
+    # first peer to arrive loses time by it.
+    matchmaking_time: float = Field(15.0, gt=0, le=600)
+    # s one all-reduce may take. Raise it when peers with slow uplinks report "received < 100 %".
+    allreduce_timeout: float = Field(60.0, gt=0, le=3600)
+    # s for a whole round: matchmaking, all-reduce and retries. At least the two above together.
+    averaging_timeout: float = Field(180.0, gt=0, le=7200)
+    # s until a silent peer no longer counts as part of the swarm.
+    progress_expiration: float = Field(60.0, gt=1, le=3600)
+    # s a newcomer waits for the state of others. Raise it for large models on slow links.
+    load_state_timeout: float = Field(600.0, gt=0, le=7200)
+    # Epochs between two rounds in which parameters are averaged, where they differ. 0: none; who is apart takes the
+    # others' state, statistics included. For lines so bad that most rounds leave most volunteers apart.
+    average_state_every: int = Field(0, ge=0, le=1000)
+    # Run the optimizer step in the background while the next epoch's gradients are being collected.
+    delay_optimizer_step: bool = True
+    # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
+    delay_grad_averaging: bool = False
+    # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
+    grad_compression: Codec = "uniform8"
+    state_compression: Codec = "uniform8"
+    small_compression: Codec = "float16"
+    compress_above: int = Field(2**16, ge=0)  # elements, as in the original run
+
+    @model_validator(mode="after")
+    def _possible(self) -> SwarmConfig:
+        if self.delay_grad_averaging and not self.delay_optimizer_step:
+            raise impossible(
+                "delay_grad_averaging",
+                "gradients averaged in the background are ready only after the step that needs them, "
+                "so delay_grad_averaging works with delay_optimizer_step only",
+                "set delay_optimizer_step: true, or delay_grad_averaging: false",
+            )
+        if self.averaging_timeout < self.matchmaking_time + self.allreduce_timeout:
+            least = self.matchmaking_time + self.allreduce_timeout
+            raise impossible(
+                "averaging_timeout",
+                f"a round may take matchmaking_time + allreduce_timeout = {least:g} s, and averaging_timeout "
+                f"would end it after {self.averaging_timeout:g} s",
+                f"set averaging_timeout: {least:g} or more",
+            )
+        return self
+
+
+class AuthorityConfig(BaseModel):
+    """Who may let peers in: the server that signs access tokens, and the key that proves its signature.
+
+    Let in are members of `organization`, `users`, and whom moderators add; with `open` everybody who has an account of
+    the Hub and is not banned.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(max_length=500, pattern=r"^https?://")
+    public_key: str = Field(max_length=400)  # of the run's root key, auth/keys.py; two while it is being replaced
+    organization: HubName | None = None  # on the Hub; its members join
+    users: tuple[HubName, ...] = Field((), max_length=10_000)  # accounts of the Hub that may join as well
+    open: bool = False
+    moderators: tuple[HubName, ...] = Field((), max_length=100)  # accounts that add, remove and ban
+    oauth_client_id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]{1,100}$",
+        description=(
+            "The client id of an OAuth app of the host's own (huggingface.co/settings/applications/new; scopes openid "
+            "and profile, nothing more; device code allowed). With it volunteers can log in with their browser. "
+            "Without it they need a token: the Hub's general app asks for all rights, which no authority should get."
+        ),
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        try:
+            host = urlsplit(url).hostname
+        except ValueError:
+            host = None
+        if not host:
+            raise impossible("", f"{url!r} is no address", "write it as https://NAME")
+        if url.startswith("http://") and not is_this_machine(host):
+            what = f"logins would be sent to {host} unencrypted"
+            raise impossible("", what, "write it as https://NAME; the notebook host_a_run shows how to get there")
+        return url
+
+    @field_validator("public_key")
+    @classmethod
+    def _is_key(cls, text: str) -> str:
+        try:
+            parse_public_keys(text)
+        except ValueError as error:
+            fix = "`volunteer-kit host` fills it in; on a machine of its own, `volunteer-kit authority` prints it"
+            raise impossible("", str(error), fix) from None
+        return text
+
+
+def is_this_machine(host: str) -> bool:
+    """Is it a name of the loopback?"""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
