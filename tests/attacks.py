@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from volunteer_kit.swarm.averager import SwarmGradientAverager
+from volunteer_kit.swarm.state import SwarmStateAverager
 
 
 def send_nan() -> None:
@@ -35,6 +38,31 @@ def claim_weight() -> None:
 
     SwarmGradientAverager.load_accumulators_into_averager_ = torch.no_grad()(load)
     SwarmGradientAverager.step = step
+
+
+def send_large_numbers(when: Path) -> None:
+    """Honest until the file `when` is there; then gradients in one wrong direction a million times as long as they are,
+    and at each round of state averaging parameters thirty times as large as ours."""
+    honest_load = SwarmGradientAverager.load_accumulators_into_averager_
+    honest_average = SwarmStateAverager._average_parameters
+
+    def load(self) -> None:
+        honest_load(self)
+        if when.exists():
+            generator = torch.Generator().manual_seed(0)
+            with self.get_tensors() as tensors:
+                for tensor in tensors:
+                    tensor.copy_(1e4 * torch.randn(tensor.shape, generator=generator))
+
+    def average(self, timeout) -> None:
+        if when.exists():
+            with self.get_tensors() as tensors:
+                for tensor in tensors:
+                    tensor.mul_(30.0)
+        honest_average(self, timeout)
+
+    SwarmGradientAverager.load_accumulators_into_averager_ = torch.no_grad()(load)
+    SwarmStateAverager._average_parameters = torch.no_grad()(average)
 
 
 ATTACKS = {"nan": send_nan, "weight": claim_weight}

@@ -1,6 +1,7 @@
 """One peer of a test swarm, a process of its own: a small linear model over the real SwarmOptimizer.
 
-argv[1]: JSON settings. stdin: "finish EPOCH", "damage" and "leave" lines. stdout: one JSON event a line.
+argv[1]: JSON settings; with an authority those of tests/peer_questions.py:membership as well. stdin: "finish EPOCH",
+"damage" and "leave" lines, and questions in JSON. stdout: one JSON event a line.
 """
 
 import json
@@ -11,6 +12,7 @@ import torch
 
 from tests.attacks import ATTACKS
 from tests.network import enter
+from tests.peer_questions import Questions, membership
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
@@ -22,7 +24,8 @@ DIM_IN, DIM_OUT = 32, 24
 
 
 def say(event: str, **fields) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")  # one write: several threads have something to say
+    sys.stdout.flush()
 
 
 class FaultyLamb(Lamb):
@@ -59,18 +62,25 @@ def main() -> None:
                 orders["finish"] = int(rest[0])
             elif word == b"damage":
                 orders["damage"].set()
+            elif line.startswith(b"{"):
+                say("answer", **orders["questions"].answer(json.loads(line)))
             else:
                 break
         orders["leave"].set()
 
-    threading.Thread(target=read_orders, daemon=True).start()
+    member = membership(settings)
     peer = start_peer(
         PeerConfig(
             initial_peers=settings.get("initial_peers", []),
             host_maddrs=settings.get("host_maddrs", ["/ip4/127.0.0.1/tcp/0"]),
+            identity_path=settings.get("identity"),
             client_mode=settings.get("client_mode", False),
-        )
+        ),
+        member.admission,
     )
+    member.keep(peer)
+    orders["questions"] = Questions(peer)
+    threading.Thread(target=read_orders, daemon=True).start()
     say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
@@ -102,12 +112,14 @@ def main() -> None:
             params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=orders["damage"]
         ),
     )
+    orders["questions"].optimizer = optimizer
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch, complete=optimizer.complete)
     train(model, truth, optimizer, settings, orders)
     state = optimizer.settle(patience=30.0)
     say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))
     orders["leave"].wait()
     optimizer.shutdown()
+    member.close()
     peer.shutdown()
     say("left")
 

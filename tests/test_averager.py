@@ -15,7 +15,8 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 from hypothesis import given, settings
 
-from volunteer_kit.swarm.admission import Doorkeeper, NotAdmitted
+from tests.trust import RunKeys
+from volunteer_kit.swarm.admission import NotAdmitted
 from volunteer_kit.swarm.averager import (
     MAX_GATHERED_BYTES,
     Round,
@@ -139,11 +140,13 @@ def test_gradients_are_nobodys_state(averager):
 
 
 @pytest.fixture
-def only_friends(monkeypatch):
-    """A, B and C may take part, D may not."""
-    doorkeeper = Doorkeeper(lambda peer_id: peer_id != D)
-    monkeypatch.setattr(SwarmAverager, "doorkeeper", doorkeeper)
-    return doorkeeper
+def only_friends(monkeypatch, tmp_path):
+    """A, B and C may take part, D is banned."""
+    run = RunKeys(tmp_path)
+    admission = run.admission(own=A, username="ada", bob=B, cleo=C, dan=D)
+    admission.ban(run.ban("dan")[0])
+    monkeypatch.setattr(SwarmAverager, "doorkeeper", admission)
+    return admission
 
 
 async def first_message(stream):
@@ -161,7 +164,7 @@ def test_who_is_not_admitted_is_not_answered(averager, only_friends, call):
     request = averaging_pb2.JoinRequest() if call == "join_group" else nothing()
     with pytest.raises(NotAdmitted, match=call):
         asyncio.run(first_message(getattr(averager, f"rpc_{call}")(request, context)))
-    assert only_friends.refused == {call: 1}
+    assert only_friends.refused == {(call, "banned"): 1}
 
 
 def test_who_is_not_admitted_is_not_called(only_friends):
@@ -171,7 +174,7 @@ def test_who_is_not_admitted_is_not_called(only_friends):
     with pytest.raises(P2PHandlerError):  # hivemind takes it as that peer's failure and goes on with the others
         SwarmGradientAverager.get_stub(Address(), D, namespace="x")
     assert SwarmGradientAverager.get_stub(Address(), B, namespace="x") is not None
-    assert only_friends.refused == {"outgoing": 1}
+    assert only_friends.refused == {("outgoing", "banned"): 1}
 
 
 def test_a_member_that_tells_its_leader_a_novel_is_refused(averager, only_friends):
@@ -183,8 +186,8 @@ def test_a_member_that_tells_its_leader_a_novel_is_refused(averager, only_friend
 # --- what a leader says of its group ---
 
 
-def say(told, bandwidth=None, mode=0) -> bytes:
-    return MSGPackSerializer.dumps([bandwidth, mode, MSGPackSerializer.dumps(told)])
+def say(told, bandwidth=None, mode=0, token=b"") -> bytes:
+    return MSGPackSerializer.dumps([bandwidth, mode, MSGPackSerializer.dumps([told, token])])
 
 
 def group_of(members: dict[PeerID, bytes]) -> GroupInfo:

@@ -15,6 +15,8 @@ from playwright.sync_api import Browser, expect
 from tests import fake_colab
 from tests.browser import JupyterLab, Tab, chromium
 from tests.hub import Hub
+from tests.local_authority import make_authority, served, this_hub
+from volunteer_kit.auth.moderation import Allowlist
 from volunteer_kit.run_reader import find_run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,12 +46,17 @@ def of_hub(hub: Hub, folder: Path) -> dict[str, str | None]:
     return {name: theirs.get(name) for name in {*os.environ, *theirs} if os.environ.get(name) != theirs.get(name)}
 
 
-def with_authority(folder: Path) -> str:
-    """The demo with a login, as a run file's path."""
-    path = folder / "run.yaml"
-    authority = "\nauthority: {url: 'http://127.0.0.1:9/', public_key: none}\n"
-    path.write_text(find_run_file("demo").read_text() + authority)
-    return str(path)
+@pytest.fixture
+def run_file(tmp_path, hub) -> Iterator[str]:
+    """The demo with a login and an authority at work, as a run file's path."""
+    (tmp_path / "authority").mkdir()
+    authority = make_authority(tmp_path / "authority", allowlist=Allowlist.of(is_open=True))
+    with this_hub(hub), served(authority) as url:
+        about = f"\nauthority: {{url: '{url}', public_key: '{authority.public_key}', open: true}}\n"
+        path = tmp_path / "run.yaml"
+        path.write_text(find_run_file("demo").read_text() + about)
+        yield str(path)
+    authority.storage.close()
 
 
 def joins(run: str):
@@ -98,8 +105,8 @@ def shown_in_words(tab: Tab, text: str) -> None:
 
 
 @pytest.mark.parametrize("ipykernel", [6, 7])
-def test_a_volunteer_joins_logs_in_trains_and_leaves(tmp_path, hub, browser, ipykernel):
-    edit = joins(with_authority(tmp_path))
+def test_a_volunteer_joins_logs_in_trains_and_leaves(tmp_path, hub, browser, run_file, ipykernel):
+    edit = joins(run_file)
     with JupyterLab(tmp_path / "lab", ipykernel=ipykernel, environment=of_hub(hub, tmp_path), edit=edit) as lab:
         tab = Tab(browser, lab, "join.ipynb")
         tab.picture(f"{ipykernel}-opened")
@@ -152,10 +159,10 @@ def test_a_closed_tab_loses_nothing(tmp_path, browser):
         assert not lab.processes("volunteer_kit.worker")
 
 
-def test_on_colab_a_secret_is_enough(tmp_path, hub, browser):
+def test_on_colab_a_secret_is_enough(tmp_path, hub, browser, run_file):
     (tmp_path / "lab").mkdir()
     environment = of_hub(hub, tmp_path) | fake_colab.environment(tmp_path / "lab", {"HF_TOKEN": TOKEN})
-    with JupyterLab(tmp_path / "lab", environment=environment, edit=joins(with_authority(tmp_path))) as lab:
+    with JupyterLab(tmp_path / "lab", environment=environment, edit=joins(run_file)) as lab:
         tab = Tab(browser, lab, "join.ipynb")
         tab.run_all()
         shown_in_words(tab, "compute units")

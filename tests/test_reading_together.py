@@ -97,10 +97,10 @@ def make_world(monkeypatch, seed: int) -> World:
     world = World(seed)
     monkeypatch.setattr(room, "get_dht_time", lambda: world.now)
 
-    def trusted(schema, subkey, value):
+    def trusted(dht, schema, subkey, value):
         return schema.parse_obj(value.value) if value.expiration_time > world.now else None
 
-    monkeypatch.setattr(room, "parse_record", trusted)  # one process has one key; signatures: test_leases.py
+    monkeypatch.setattr(room, "read_record", trusted)  # one process has one key; signatures: test_leases.py
     return world
 
 

@@ -16,6 +16,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
+from volunteer_kit.swarm.identity import load_private_key, peer_id_of_owner
 from volunteer_kit.swarm.records import (
     Limits,
     PeerBoard,
@@ -23,9 +24,7 @@ from volunteer_kit.swarm.records import (
     SwarmProgressTracker,
     believed_epoch,
     is_plausible,
-    load_private_key,
     parse_record,
-    peer_id_of_owner,
     peers_key,
 )
 

@@ -19,6 +19,7 @@ from volunteer_kit.session import pictures as pictures_module
 from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
 from volunteer_kit.session.pictures import KEPT, DrawPictures
 from volunteer_kit.supervisor import Supervisor
+from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.training.protocol import WorkerSpec
 
@@ -162,7 +163,9 @@ def make_session(tmp_path, monkeypatch):
             optimizer=optimizer,
             trainer=None,
             lookout=None,
-            peer=SimpleNamespace(dht=None, peer_id="us"),
+            membership=SimpleNamespace(refused=threading.Event(), close=lambda: None),
+            among=None,
+            peer=SimpleNamespace(dht=None, peer_id="us", admission=Admission()),
             board=SimpleNamespace(fetch=dict),
             tally=SimpleNamespace(totals=SimpleNamespace(samples=0), samples=0, end=lambda kept_until: None),
             reading=SimpleNamespace(share=lambda *_: None, next_batch=None),

@@ -23,11 +23,18 @@ LATE = "it did not answer within two minutes"
 class Companion:
     """The first peer of a swarm that stays on this machine; it trains too. It pauses and comes back as often as asked.
 
-    :param maddrs: where the volunteer's worker finds it; [] until it is up
-    :param error: why it is not there, or no more; "" while all is well
+    :param hf_token: the volunteer's, whose second peer it is
+    :ivar maddrs: where the volunteer's worker finds it; [] until it is up
+    :ivar error: why it is not there, or no more; "" while all is well
     """
 
-    def __init__(self, config: RunConfig, home: Home, make_worker: Callable[..., Supervisor] = Supervisor):
+    def __init__(
+        self,
+        config: RunConfig,
+        home: Home,
+        hf_token: str | None = None,
+        make_worker: Callable[..., Supervisor] = Supervisor,
+    ):
         self._spec = WorkerSpec(
             run=config.model_dump(mode="json") | {"captions": []},  # the volunteer's own worker draws
             name="companion",
@@ -37,6 +44,7 @@ class Companion:
             checkpoint_dir=str(home.checkpoints),
             peers_on_machine=2,
             finish_at=config.optimizer.total_epochs,
+            hf_token=hf_token,
             peer_seed=secrets.randbits(31),
         )
         self._home, self._make_worker = home, make_worker
@@ -103,7 +111,8 @@ def swarm_of_two(config: RunConfig, home: Home, spec: WorkerSpec) -> tuple[Compa
     """A companion for the volunteer whose home and spec these are, and what that changes in the spec."""
     folder = spec.checkpoint_dir or str(home.checkpoints)
     changes = {"host_maddrs": [f"{LOOPBACK}/0"], "checkpoint_dir": folder, "peers_on_machine": 2}
-    return Companion(config, Home(home.path / "companion")), spec.model_copy(update=changes)
+    companion = Companion(config, Home(home.path / "companion"), spec.hf_token)
+    return companion, spec.model_copy(update=changes)
 
 
 def free_port() -> int:

@@ -208,10 +208,13 @@ def _lock(house: Home) -> bool:
 
 
 def _login(authority) -> Login | None:
-    """With the browser too, where the host has an app of his own for it."""
+    """With the browser too, where the host has an app of his own for it. Where others than an organization's members
+    may come in as well, only the authority knows who."""
     if authority is None:
         return None
-    return Login(for_authority=True, organization=authority.organization, client_id=authority.oauth_client_id)
+    only_members = not (authority.users or authority.moderators or authority.open)
+    organization = authority.organization if only_members else None
+    return Login(for_authority=True, organization=organization, client_id=authority.oauth_client_id)
 
 
 def _welcome(surface: Surface, config, run: str | Path, token: str | None, **caps: float | None) -> Identity | None:

@@ -29,6 +29,7 @@ from volunteer_kit.training.protocol import (
 )
 
 INSTALL = "pip install -U volunteer-kit"
+MAY_PASS = ("dead_peers", "away", "down", "limit")  # kinds of trouble: nobody of the swarm, or no authority, answers
 PATIENCE = 45.0  # s for the worker of a kernel that was killed to say goodbye
 
 
@@ -89,7 +90,7 @@ def main() -> int:
         from volunteer_kit.data.errors import DataError
         from volunteer_kit.home import Home
         from volunteer_kit.run_reader import RunError
-        from volunteer_kit.session import Left, Renew, Session
+        from volunteer_kit.session import Left, Renew, SentAway, Session
     except ImportError as e:
         voice("error", kind="install", message=f"The kit is not installed completely: {e}\nInstall it again: {INSTALL}")
         return REFUSED
@@ -116,7 +117,7 @@ def main() -> int:
         traceback.print_exc()
         kind = getattr(e, "kind", type(e).__name__)
         voice("error", kind=kind, message=str(e))
-        return OFFLINE if isinstance(e, DataError) or kind == "dead_peers" else REFUSED
+        return OFFLINE if isinstance(e, DataError) or kind in MAY_PASS else REFUSED
     try:
         session.train(orders)
         return 0
@@ -124,6 +125,9 @@ def main() -> int:
         return 0
     except Renew:
         return RENEW
+    except SentAway as e:
+        voice("error", kind=e.kind, message=str(e))
+        return REFUSED
     except OSError as e:  # what was there an hour ago can come back: the supervisor starts us again, with patience
         traceback.print_exc()
         voice("warning", kind=type(e).__name__, message=str(e))

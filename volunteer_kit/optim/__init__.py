@@ -4,11 +4,13 @@ from .exact_state import ExactStateOptimizer
 from .lamb import Lamb
 from .lamb8bit import Lamb8bit
 from .recipe import OptimizerConfig, build_optimizer_factory, param_groups, parameter_names
+from .step_bound import LambStepBound
 
 __all__ = [
     "ExactStateOptimizer",
     "Lamb",
     "Lamb8bit",
+    "LambStepBound",
     "OptimizerConfig",
     "build_optimizer_factory",
     "param_groups",

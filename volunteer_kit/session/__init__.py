@@ -22,11 +22,13 @@ from volunteer_kit.runs import (
 )
 from volunteer_kit.session.compute import choose
 from volunteer_kit.session.lookout import Lookout
+from volunteer_kit.session.membership import Membership
 from volunteer_kit.session.options import compute_loss, swarm_options
 from volunteer_kit.session.pictures import DrawPictures
 from volunteer_kit.session.same_run import check_same_run
 from volunteer_kit.session.tally import Tally
 from volunteer_kit.session.tell import Tell
+from volunteer_kit.session.trust import Among
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
@@ -47,6 +49,12 @@ class Renew(Exception):
     """The process has grown and should begin afresh; all that it did is counted."""
 
 
+class SentAway(PermissionError):
+    """The authority will have us no longer; the reason in words."""
+
+    kind = "refused"
+
+
 class Left(Exception):
     """The volunteer has left before there was anything to train."""
 
@@ -63,6 +71,8 @@ class Session:
         self.trainer: Trainer | None = None
         self.lookout: Lookout | None = None
         self.peer: Peer | None = None
+        self.membership: Membership | None = None
+        self.among: Among | None = None
         self.optimizer: SwarmOptimizer | None = None
         self.run: RunConfig = load_run(spec.run)
         self.model = build_model(self.run)
@@ -84,17 +94,22 @@ class Session:
     def _meet_the_swarm(self, groups: list[dict]) -> None:
         spec, run = self.spec, self.run
         known = self.home.known_peers() if self.home and spec.initial_peers else []  # the first peers may be gone
+        identity_path = spec.identity_path or (str(self.home.identity) if self.home else None)
+        self.membership = Membership(run, identity_path, spec.hf_token)
+        self.membership.ask()
         self.peer = start_peer(
             PeerConfig(
                 initial_peers=list(dict.fromkeys([*spec.initial_peers, *known])),
                 host_maddrs=spec.host_maddrs,
                 announce_maddrs=spec.announce_maddrs,
-                identity_path=spec.identity_path or (str(self.home.identity) if self.home else None),
+                identity_path=self.membership.identity_path,
                 client_mode=spec.client_mode,
                 startup_timeout=spec.startup_timeout,
                 check_identity=spec.identity_path is not None,  # that of the home is locked
-            )
+            ),
+            self.membership.admission,
         )
+        self.membership.keep(self.peer)
         self.emit(
             "connected",
             peer_id=str(self.peer.peer_id),
@@ -111,6 +126,8 @@ class Session:
             optimizer=optimizer,
             scheduler=scheduler,
         )
+        if self.membership.trust is not None:
+            self.among = Among(self)
         self.optimizer.on_round = lambda num_peers: self.emit("averaging", num_peers=num_peers)
 
     def _check_same_run(self) -> None:
@@ -161,7 +178,8 @@ class Session:
     # --- training ---
 
     def train(self, orders: Orders) -> None:
-        """Join; train until told to leave or to finish; then save. Raises Left, Renew, SwarmError, DataError."""
+        """Join; train until told to leave or to finish; then save. Raises Left, Renew, SentAway, SwarmError,
+        DataError."""
         self._join(orders.leave)
         threading.Thread(target=self._stop_waiting, args=(orders.leave,), name="leaving", daemon=True).start()
         tell, pictures = Tell(self), DrawPictures(self.run, self.home, self.emit)
@@ -187,14 +205,11 @@ class Session:
         )
         self.stream.read_ahead(MICROBATCHES_AHEAD * max(self.compute.batch_size, self.compute.likely_batch))
         orders.finish_at = orders.finish_at or self.spec.finish_at
-        lookout = self.lookout
         try:
-            self.trainer.train(
-                lambda: (
-                    orders.leave.is_set() or tell.wants_renewal or lookout.must_dial_anew or self._has_finished(orders)
-                )
-            )
-            if lookout.must_dial_anew and not orders.leave.is_set():
+            self.trainer.train(lambda: self._should_stop(orders, tell))
+            if self.membership.refused.is_set():
+                raise SentAway(self.membership.why)
+            if self.lookout.must_dial_anew and not orders.leave.is_set():
                 raise SwarmError(self.optimizer.cut_off or "The line was dead.", kind="dead_peers")
             stops_early = orders.leave.is_set() or tell.wants_renewal
             if not stops_early:
@@ -218,6 +233,11 @@ class Session:
         """A step waits up to a quarter of an hour for statistics on their way; who leaves does not need them."""
         leave.wait()
         self.optimizer.state_averager.abandon_statistics()
+
+    def _should_stop(self, orders: Orders, tell: Tell) -> bool:
+        sent_away = self.membership.refused.is_set()
+        ends_here = orders.leave.is_set() or self._has_finished(orders)
+        return ends_here or sent_away or tell.wants_renewal or self.lookout.must_dial_anew
 
     def _has_finished(self, orders: Orders) -> bool:
         """At the last epoch ourselves, or left behind by those who are: then their state is what we need."""
@@ -256,9 +276,13 @@ class Session:
         self.reading.close()
         if self.lookout is not None:
             self.lookout.close()
+        if self.among is not None:
+            self.among.close()
         if self.optimizer is not None:
             self.board.publish(None)
             self.optimizer.shutdown()
             self.emit("left", total_samples=self.tally.samples, epochs=self.tally.epochs)
+        if self.membership is not None:
+            self.membership.close()
         if self.peer is not None:
             self.peer.shutdown()

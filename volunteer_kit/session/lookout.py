@@ -40,6 +40,7 @@ class Lookout:
         self._settled_gb: float | None = None
         self._cut_off: str | None = None
         self._traffic, self._counts = (-1, -1), False
+        self._turned_away: dict[str, int] = {}
         self._troubles: set[str] = set()  # told
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
@@ -106,6 +107,10 @@ class Lookout:
             share=samples / total if samples and (total > samples or not others) else None,  # they have not told yet
             samples_per_second=round(speed + sum(record.samples_per_second for record in others), 3),
         )
+        refused = {f"{call}: {why}": number for (call, why), number in session.peer.admission.refused.items()}
+        if refused != self._turned_away:
+            self._turned_away = refused
+            session.emit("turned_away", counts=refused)
         if session.home:
             with suppress(OSError):  # only a convenience for after a restart
                 session.home.save_stay(session.run.fingerprint)

@@ -1,41 +1,181 @@
-"""Who may take part in averaging: the seam at which a run's authority will stand.
+"""Who may take part: asked on every call that a stranger can make here, and on every call of ours to a stranger.
 
 hivemind's authorizer guards DHT calls only; join-group, aggregate-part and download-state answer anybody who knows a
-peer id. libp2p does authenticate the other side's peer id, so the averager asks `is_admitted` about it on every
-incoming and outgoing call. Averagers live in processes of their own: what is passed here must work after a fork.
+peer id. libp2p does authenticate the other side's peer id, and an access token of the run's authority binds that id to
+an account for some minutes. So whoever calls has shown its token first: with each DHT call, in what members of a group
+tell each other, or by a call of its own (rpc_introduce). Without an authority everybody is admitted.
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing as mp
+import time
 from collections import Counter
 from collections.abc import Callable
 
 from hivemind.p2p import P2PHandlerError, PeerID
 
-IsAdmitted = Callable[[PeerID], bool]
+from volunteer_kit.auth.access_token import SKEW, BanList, TokenError, Trust, read_token
+from volunteer_kit.swarm.roster import MAX_TOKEN, Known, Roster
+
+CALLS = (
+    "ping", "store", "find",  # of the DHT
+    "introduce", "join_group", "aggregate_part", "download_state", "get_chunk",  # of the averagers
+    "group",  # a member that a leader names
+    "outgoing",  # ours to a leader, reducer, donor or DHT node
+    "record",  # what somebody has written into the DHT
+)  # fmt: skip
+REASONS = {
+    "no_token": "has shown no access token",
+    "malformed": "has shown something that is no access token",
+    "forged": "has shown a forged access token",
+    "expired": "has shown an access token that has expired",
+    "other_run": "has shown another run's access token",
+    "other_peer": "has shown another peer's access token",
+    "banned": "is banned from this run",
+}
+KINDS = tuple(REASONS)
+MAX_UNKNOWN = 4096  # peers; more than write into one record's key, or made-up ones would keep true ones out
+RENEW_BEFORE = 120.0  # s before a token's end at which its successor is looked for; it is there since 8 minutes
 
 
 class NotAdmitted(P2PHandlerError):
     """A call to or from a peer that may not take part. hivemind treats it as that peer's failure, and goes on."""
 
 
-def admit_everybody(peer_id: PeerID) -> bool:
-    """A run without an authority: whoever knows the address may train."""
-    return True
+class Admission:
+    """What this peer knows of the others' right to be here; shared by its processes.
 
-
-class Doorkeeper:
-    """Asks `is_admitted` before each call and counts refusals by kind of call.
-
-    :param is_admitted: peer id -> bool; must be quick (it runs in the averager's event loop) and must not raise
+    :param trust: the run's root key; None: no authority, everybody may take part
+    :param clock: s since 1970
     """
 
-    def __init__(self, is_admitted: IsAdmitted = admit_everybody):
-        self._is_admitted = is_admitted
-        self.refused: Counter[str] = Counter()
+    def __init__(self, trust: Trust | None = None, clock: Callable[[], float] = time.time):
+        self.trust, self._clock = trust, clock
+        self._roster = Roster() if trust else None
+        self._counts = mp.Array(ctypes.c_int64, len(CALLS) * len(KINDS))
+        self._unknown: dict[PeerID, None] = {}  # of this process: authors of records whose token nobody has shown us
+
+    @property
+    def is_open(self) -> bool:
+        return self.trust is None
+
+    # --- ourselves ---
+
+    @property
+    def own_token(self) -> bytes:
+        """What we show; empty in an open run."""
+        return self._roster.token if self._roster else b""
+
+    def set_own(self, envelope: bytes) -> None:
+        """What the authority gave us, from now on. Raises TokenError for what no other peer would accept."""
+        token = read_token(envelope, self.trust, self._clock())
+        self._roster.token = envelope
+        self._roster.add(token.peer_id, Known(token.account, token.expires_at, token.role, token.username))
+
+    # --- the others ---
+
+    def show(self, envelope: bytes, peer_id: PeerID) -> str | None:
+        """A peer shows its token. :returns: why it is not admitted by that, a key of REASONS, or None if it is."""
+        if self.is_open:
+            return None
+        if not envelope:
+            return "no_token"
+        if len(envelope) > MAX_TOKEN:
+            return "malformed"
+        try:
+            token = read_token(envelope, self.trust, self._clock())
+        except TokenError as error:
+            return error.kind
+        if token.peer_id != peer_id.to_bytes():
+            return "other_peer"
+        self._roster.add(token.peer_id, Known(token.account, token.expires_at, token.role, token.username))
+        return "banned" if token.account in self._roster.bans.accounts else None
+
+    def reason_to_refuse(self, peer_id: PeerID) -> str | None:
+        """Why this peer may not take part, by what it has shown; a key of REASONS."""
+        if self.is_open:
+            return None
+        known = self._roster.get(peer_id.to_bytes())
+        if known is None:
+            return "no_token"
+        if known.account in self._roster.bans.accounts:
+            return "banned"
+        return "expired" if known.expires_at < self._clock() - SKEW else None
+
+    def is_admitted(self, peer_id: PeerID) -> bool:
+        return self.reason_to_refuse(peer_id) is None
+
+    def is_banned(self, peer_id: PeerID) -> bool:
+        return self.reason_to_refuse(peer_id) == "banned"
+
+    def believes(self, peer_id: PeerID) -> bool:
+        """Does what this peer has written count? Of one of whom we have seen no token, not before we have: see
+        take_unknown."""
+        reason = self.reason_to_refuse(peer_id)
+        if reason != "banned" and self.lacks_token(peer_id) and len(self._unknown) < MAX_UNKNOWN:
+            self._unknown[peer_id] = None
+        elif reason is not None:
+            self.count("record", reason)
+        return reason is None
+
+    def lacks_token(self, peer_id: PeerID) -> bool:
+        """Have we seen none of this peer, or none that will hold much longer? Looked for only when it has ended, it
+        would be missing for a moment, and with it one of the peers that a round waits for."""
+        known = self._roster.get(peer_id.to_bytes()) if self._roster else None
+        return not self.is_open and (known is None or known.expires_at < self._clock() + RENEW_BEFORE)
+
+    def take_unknown(self) -> list[PeerID]:
+        """Whose tokens should be looked for."""
+        unknown, self._unknown = self._unknown, {}
+        return list(unknown)
+
+    def account_of(self, peer_id: PeerID) -> bytes | None:
+        """Digest of the peer's account; without an authority each peer is an account of its own."""
+        if self.is_open:
+            return peer_id.to_bytes()
+        known = self._roster.get(peer_id.to_bytes())
+        return known.account if known else None
+
+    def username_of(self, peer_id: PeerID) -> str | None:
+        known = self._roster.get(peer_id.to_bytes()) if self._roster else None
+        return known.username if known else None
+
+    def role_of(self, peer_id: PeerID) -> str | None:
+        """volunteer, monitor or host; None if it is not known or no longer holds."""
+        known = self._roster.get(peer_id.to_bytes()) if self._roster and self.is_admitted(peer_id) else None
+        return known.role if known else None
+
+    # --- bans ---
+
+    @property
+    def bans(self) -> BanList:
+        return self._roster.bans if self._roster else BanList()
+
+    def ban(self, bans: BanList) -> None:
+        """The authority's list, checked against its signed statement. An older one changes nothing."""
+        self._roster.bans = bans
+
+    # --- the door ---
 
     def check(self, peer_id: PeerID, call: str) -> None:
-        """Raises NotAdmitted unless `peer_id` may take part in `call`."""
-        if not self._is_admitted(peer_id):
-            self.refused[call] += 1
-            raise NotAdmitted(f"{peer_id} may not take part in this run (refused at {call})")
+        """Raises NotAdmitted, and counts, unless `peer_id` may take part in `call`."""
+        reason = self.reason_to_refuse(peer_id)
+        if reason is not None:
+            self.refuse(peer_id, call, reason)
+
+    def refuse(self, peer_id: PeerID, call: str, reason: str) -> None:
+        """Raises NotAdmitted, and counts."""
+        self.count(call, reason)
+        raise NotAdmitted(f"{peer_id} {REASONS[reason]} (refused at {call})")
+
+    def count(self, call: str, reason: str) -> None:
+        with self._counts.get_lock():
+            self._counts[CALLS.index(call) * len(KINDS) + KINDS.index(reason)] += 1
+
+    @property
+    def refused(self) -> Counter[tuple[str, str]]:
+        """How often (call, reason) was refused, by all processes of this peer."""
+        cells = [(call, kind) for call in CALLS for kind in KINDS]
+        return Counter({cell: number for cell, number in zip(cells, self._counts, strict=True) if number})

@@ -6,6 +6,10 @@ digest of the rounds that its steps came of. The sketch says whether the values 
 steps can be nearer than that while the learning rate is small, and drift away later, so the lineage says whether they
 were the same steps. All members read the same list by the same rule, so whoever is apart knows it at once, and knows
 whose state to take.
+
+When the monitor orders all back to an earlier state, some obey a second before others. Who has obeyed tells the order's
+sequence number with the rest. Members under another order are out of step, and nobody follows anybody under another
+one, in either direction: who has obeyed is not voted back, and who has not yet obeys the monitor, not a member.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch
 from hivemind.p2p import PeerID
 
 MAX_EPOCH = 2**31
+MAX_SEQUENCE = 2**53
 SKETCH_SIZE = 16  # numbers: a distance is estimated within a factor of two, which is enough to tell 1e-7 from 1e-3
 PAST = 128  # epochs of which a state remembers what it was, 9 KB
 CHUNK = 2**22  # elements sketched at once, 16 MB
@@ -77,7 +82,7 @@ def advance(lineage: bytes, round_name: bytes | None) -> bytes:
     return hashlib.blake2b(lineage + (round_name or os.urandom(16)), digest_size=LINEAGE_SIZE).digest()
 
 
-# --- what a peer tells: [epoch, sketch, lineage] ---
+# --- what a peer tells: [epoch, sketch, lineage], and the sequence of the order it has obeyed, if there was one ---
 
 
 @dataclass(frozen=True)
@@ -87,32 +92,35 @@ class Told:
     epoch: int
     sketch: np.ndarray | None = None
     lineage: bytes = BEGINNING
+    order: int = 0  # sequence of the last order to roll back that it has obeyed
 
     def words(self) -> list:
         """As it is told."""
-        return [self.epoch, self.sketch.astype("<f4").tobytes(), self.lineage]
+        words = [self.epoch, self.sketch.astype("<f4").tobytes(), self.lineage]
+        return [*words, self.order] if self.order else words
 
     def is_same(self, other: Told, tolerance: float = TOLERANCE) -> bool:
         """The same model, of one epoch."""
         if self.sketch is None or other.sketch is None:
             return False
-        made_alike = (self.epoch, self.lineage) == (other.epoch, other.lineage)
+        made_alike = (self.epoch, self.lineage, self.order) == (other.epoch, other.lineage, other.order)
         return made_alike and distance(self.sketch, other.sketch) <= tolerance
 
 
 def read_told(told: Any) -> Told | None:
-    """A stranger's [epoch, sketch, lineage], or None."""
+    """A stranger's [epoch, sketch, lineage] or [epoch, sketch, lineage, order], or None."""
     if not isinstance(told, (list, tuple)) or not told:
         return None
-    epoch, values, lineage = told if len(told) == 3 else (told[0], None, None)
-    if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
+    epoch, values, lineage = told[:3] if len(told) in (3, 4) else (told[0], None, None)
+    order = told[3] if len(told) == 4 else 0
+    if type(epoch) is not int or not 0 <= epoch < MAX_EPOCH or type(order) is not int or not 0 <= order < MAX_SEQUENCE:
         return None
     if not isinstance(values, bytes) or len(values) != 4 * SKETCH_SIZE:
-        return Told(epoch)
+        return Told(epoch, order=order)
     if not isinstance(lineage, bytes) or len(lineage) != LINEAGE_SIZE:
-        return Told(epoch)
+        return Told(epoch, order=order)
     numbers = np.frombuffer(values, "<f4").astype(np.float64)
-    return Told(epoch, numbers if np.isfinite(numbers).all() else None, lineage)
+    return Told(epoch, numbers if np.isfinite(numbers).all() else None, lineage, order)
 
 
 def read_all(told: Mapping[PeerID, Any]) -> dict[PeerID, Told]:
@@ -135,6 +143,27 @@ def last_in_common(ours: Mapping[int, Told], theirs: Mapping[int, Told]) -> int:
 
 
 # --- who is right ---
+
+
+def common_order(said: Mapping[PeerID, Told]) -> int:
+    """The order that most members have obeyed, the later one in a tie.
+
+    A member that invents one is alone with it; that those who obeyed first find themselves outvoted costs them a round
+    and nothing else, for they do not follow.
+    """
+    orders = Counter(one.order for one in said.values())
+    return max(orders, key=lambda order: (orders[order], order), default=0)
+
+
+def under_order(schema_hash: bytes, order: int) -> bytes:
+    """What members of a group must have in common: their tensors, and the order that they have obeyed. Peers under
+    different orders never form a group, so no round mixes gradients of the state that is left with the other's."""
+    return schema_hash if not order else hashlib.blake2b(schema_hash + b"order %d" % order).digest()
+
+
+def under(order: int, said: Mapping[PeerID, Told]) -> dict[PeerID, Told]:
+    """Those of `said` that have obeyed this order and no later one."""
+    return {peer: one for peer, one in said.items() if one.order == order}
 
 
 def common_epoch(said: Mapping[PeerID, Told], donors: Collection[PeerID]) -> int | None:
@@ -182,8 +211,12 @@ def whom_to_follow(told: Mapping[PeerID, Any], own_id: PeerID, donors: Collectio
     :param donors: members that share their state (not in client mode)
     """
     said = read_all(told)
-    epoch, own = common_epoch(said, donors), said.get(own_id)
-    if epoch is None or own is None or (own.epoch > epoch and own_id in donors):
+    own = said.get(own_id)
+    if own is None or own.order != common_order(said):
+        return None  # nobody follows across an order: it is obeyed, not voted for
+    said = under(own.order, said)
+    epoch = common_epoch(said, donors)
+    if epoch is None or (own.epoch > epoch and own_id in donors):
         return None
     right = prevailing(said, epoch, donors)
     if own_id in right or (own.epoch == epoch and not right):
@@ -202,16 +235,28 @@ def is_shared(told: Mapping[PeerID, Any], own_id: PeerID) -> bool:
 def out_of_step(told: Mapping[PeerID, Any], donors: Collection[PeerID]) -> dict[PeerID, str]:
     """Members of a round whose parts belong to another epoch -> why they are left out."""
     said = read_all(told)
+    order = common_order(said)
+    out = {
+        peer: f"under the monitor's order {one.order}, the others under {order}"
+        for peer, one in said.items()
+        if one.order != order
+    }
+    said = under(order, said)
     epoch = common_epoch(said, donors)
     if epoch is None:
-        return {}
-    return {peer: f"at epoch {one.epoch}, the others at {epoch}" for peer, one in said.items() if one.epoch != epoch}
+        return out
+    late = {peer: f"at epoch {one.epoch}, the others at {epoch}" for peer, one in said.items() if one.epoch != epoch}
+    return {**out, **late}
 
 
-def rank_donors(told: Mapping[PeerID, Any], shuffled: Sequence[PeerID]) -> list[PeerID]:
+def rank_donors(told: Mapping[PeerID, Any], shuffled: Sequence[PeerID], order: int | None = None) -> list[PeerID]:
     """Donors to ask, best first: of the latest epoch, then among those that hold what most of that epoch hold; the rest
-    in the order of `shuffled`, so that one of a hundred veterans does not serve all newcomers."""
+    in the order of `shuffled`, so that one of a hundred veterans does not serve all newcomers.
+
+    :param order: only those that have obeyed this one; None: any
+    """
     said = read_all(told)
+    said = said if order is None else under(order, said)
     right = {epoch: prevailing(said, epoch, said) for epoch in {one.epoch for one in said.values()}}
     places = {peer: place for place, peer in enumerate(shuffled)}
     known = [peer for peer in said if peer in places]

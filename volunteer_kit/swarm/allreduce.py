@@ -84,6 +84,7 @@ class HeldPartReducer:
         self._answers: list[asyncio.Future] = [asyncio.get_running_loop().create_future() for _ in shapes]
         self._next_part = [0] * num_senders  # of each sender
         self._failed: set[int] = set()
+        self._given: dict[int, tuple[int, float, bool]] = {}  # parts that entered, weight, is any value not zero
         self.finished = asyncio.Event()
         if not shapes:
             self.finished.set()
@@ -101,6 +102,9 @@ class HeldPartReducer:
             raise AllreduceException(f"part {part_index} of sender {sender} out of turn")
         self._next_part[sender] += 1
         self._held[part_index][sender] = (part, weight)
+        if part is not None:
+            parts, _, something = self._given.get(sender, (0, 0.0, False))
+            self._given[sender] = (parts + 1, weight, something or bool(part.any()))
         self._reduce_if_complete(part_index)
         return await asyncio.shield(self._answers[part_index])
 
@@ -110,6 +114,12 @@ class HeldPartReducer:
             self._failed.add(sender)
             for part_index in range(self._next_part[sender], self.num_parts):
                 self._reduce_if_complete(part_index)
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Senders that gave all parts of the slice, with their weight. Who gave zeros gave nothing."""
+        whole = {sender: given for sender, given in self._given.items() if given[0] == self.num_parts}
+        return {sender: weight for sender, (_, weight, something) in whole.items() if something}
 
     def _reduce_if_complete(self, part_index: int) -> None:
         answer = self._answers[part_index]
@@ -185,6 +195,11 @@ class SwarmAllReduce(AllReduceRunner):
         """Share of the values for which a reducer's answer arrived, 0 to 1."""
         container = self.tensor_part_container
         return 1.0 - container.failed_size / max(1, container.total_size)
+
+    @property
+    def weights(self) -> dict[PeerID, float]:
+        """Members whose parts all entered our slice, with their weight."""
+        return {self.sender_peer_ids[sender]: weight for sender, weight in self.tensor_part_reducer.weights.items()}
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         if peer_id == self.peer_id:

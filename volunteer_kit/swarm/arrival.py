@@ -19,7 +19,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 from hivemind.utils.logging import get_logger
 
-from volunteer_kit.swarm.transfer import StateRefused, StateTransfer
+from volunteer_kit.swarm.ground import GroundedState
+from volunteer_kit.swarm.transfer import StateRefused
 
 logger = get_logger(__name__)
 LOOK_EVERY = 0.2  # s between looks at how far a download is
@@ -39,7 +40,7 @@ class Arrival:
     settled: threading.Event = field(default_factory=threading.Event)
 
 
-class ArrivingState(StateTransfer):
+class ArrivingState(GroundedState):
     """Downloads states. What fits, and how it is adopted, is the subclass's to say (check_..., adopt_...)."""
 
     last_donor: str | None = None
@@ -79,7 +80,8 @@ class ArrivingState(StateTransfer):
         :param on_download: told the bytes of what is waited for, several times a second
         """
         self.abandon_statistics()
-        at_least, refused = self.local_epoch if at_least is None else at_least, list(self._broke_off)
+        at_least = self.local_epoch if at_least is None else at_least
+        refused = [*self._broke_off, *self.not_believed()]
         asked = None if donors is None else [donor.to_bytes() for donor in donors]
         deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
         sizes = self.state_sizes()
@@ -96,6 +98,7 @@ class ArrivingState(StateTransfer):
             donor, metadata, tensors = found
             try:
                 self._check_parameters(metadata, tensors, at_least)
+                self.judge(donor, metadata, tensors)
                 if whole:
                     self._adopt_whole(metadata, tensors, await_result(statistics, deadline, progress))
                 else:
@@ -122,6 +125,7 @@ class ArrivingState(StateTransfer):
         self.adopt_state(metadata, [*parameters, *statistics])
 
     def _begin_with(self, metadata: Any, parameters: Sequence[torch.Tensor], arrival: Arrival) -> None:
+        self.keep_ground()
         with self._arrival_lock:
             self._arrival = arrival
             if self.allow_state_sharing:
@@ -165,6 +169,7 @@ class ArrivingState(StateTransfer):
 
     def settle_arrival(self) -> None:
         """What we hold is of one moment, and others may have it."""
+        self.ground_is_own()
         with self._arrival_lock:
             self._arrival = None
             if not self.client_mode:

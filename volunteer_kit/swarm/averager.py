@@ -20,15 +20,16 @@ from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import auth_pb2, averaging_pb2
 from hivemind.utils.asyncio import enter_asynchronously
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
-from volunteer_kit.swarm.admission import Doorkeeper, IsAdmitted, admit_everybody
-from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, whom_to_follow
+from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, under_order, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
 from volunteer_kit.swarm.forked import forget_inherited_tensors
+from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
 from volunteer_kit.swarm.traffic import Traffic
 
 logger = get_logger(__name__)
@@ -36,7 +37,9 @@ logger = get_logger(__name__)
 # answer in a few hundred, with it a slice of the average or a place in the group. Who answers waits to be hung up on.
 LINGER = 5.0
 MAX_GROUP_SIZE = 1024
-MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 100 bytes
+MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 500 bytes
+TOKEN_PATIENCE = 5.0  # s that a member's part may come before the group's list with its token
+MAX_WAITING = 256  # strangers that wait for that at once
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Round:
     received: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)  # peer id -> why its part did not enter the average
     failed_reducers: tuple[str, ...] = ()
+    weights: dict[PeerID, float] = field(default_factory=dict)  # senders that entered our slice; none in client mode
     in_agreement: bool = False
     seconds: float = 0.0
     bytes_sent: int = 0
@@ -89,19 +93,21 @@ class Round:
 class SwarmAverager(DecentralizedAverager):
     """hivemind's averager with admission on every call, checked parts, a rule of choice and equal answers.
 
-    :param is_admitted: may this peer take part? Asked on incoming and outgoing calls, in the averager's process
+    :param admission: who may take part; asked on incoming and outgoing calls, in the averager's process
     :param reduce: the reduction rule, parts and weights -> one part
     :param max_weight: the largest weight that anyone can have earned in one round; more is refused as a lie
     :param traffic: counter and cap of this peer, shared by its averagers
     """
 
     lost_parts_are_zero = False  # what stands where a reducer did not answer: zero, or our own values
-    doorkeeper = Doorkeeper()  # of this process: run() sets the real one in the averager's own
+    doorkeeper = Admission()  # of this process: run() sets the real one in the averager's own
+    introductions = Introductions(doorkeeper)
+    _waiting = 0  # strangers whose token may be on its way
 
     def __init__(
         self,
         *args,
-        is_admitted: IsAdmitted = admit_everybody,
+        admission: Admission | None = None,
         reduce: Reduce = weighted_mean,
         max_weight: float = float("inf"),
         traffic: Traffic | None = None,
@@ -109,8 +115,9 @@ class SwarmAverager(DecentralizedAverager):
         **kwargs,
     ):
         self.traffic = traffic or Traffic()
-        self._is_admitted, self._reduce, self._max_weight = is_admitted, reduce, max_weight
+        self._admission, self._reduce, self._max_weight = admission or Admission(), reduce, max_weight
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
+        self._group_order = mp.Value(ctypes.c_int64, 0)
         super().__init__(*args, start=False, **kwargs)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
@@ -127,7 +134,17 @@ class SwarmAverager(DecentralizedAverager):
     def expected_group_size(self, value: int) -> None:
         self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
 
+    @property
+    def order(self) -> int:
+        """Sequence of the monitor's order that members of our groups have obeyed, as we have; 0: there was none."""
+        return self._group_order.value
+
+    @order.setter
+    def order(self, sequence: int) -> None:
+        self._group_order.value = sequence
+
     async def _step(self, *, step: StepControl, **kwargs) -> None:
+        self._matchmaking.schema_hash = under_order(self.schema_hash, self.order)
         self._matchmaking.target_group_size = self.expected_group_size if self.expected_group_size > 1 else None
         woken = step.wait_for_cancel
 
@@ -146,10 +163,29 @@ class SwarmAverager(DecentralizedAverager):
     def run(self) -> None:
         forget_inherited_tensors()
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
-        SwarmAverager.doorkeeper = Doorkeeper(self._is_admitted)  # a process of our own: nobody shares the class
+        SwarmAverager.doorkeeper = self._admission  # a process of our own: nobody shares the class
+        SwarmAverager.introductions = Introductions(self._admission)
         super().run()
 
     # --- admission: what others call here, and whom we call ---
+
+    async def rpc_introduce(self, request: auth_pb2.AccessToken, context: P2PContext) -> auth_pb2.AccessToken:
+        """Somebody shows its access token before it calls us; ours is the answer."""
+        reason = self.doorkeeper.show(request.signature, context.remote_id)
+        if reason is not None:
+            self.doorkeeper.refuse(context.remote_id, "introduce", reason)
+        return auth_pb2.AccessToken(signature=self.doorkeeper.own_token)
+
+    def to_tell(self, told: Any) -> list:
+        """What goes round a group: `told`, and our access token, that all members may know each other."""
+        return [told, self._admission.own_token]
+
+    def _read_words(self, peer_id: PeerID, words: Any) -> Any:
+        """What a member told, as a stranger says it; its token is noted."""
+        if not isinstance(words, (list, tuple)) or len(words) != 2 or not isinstance(words[1], bytes):
+            return None
+        self.doorkeeper.show(words[1], peer_id)
+        return words[0]
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -165,6 +201,7 @@ class SwarmAverager(DecentralizedAverager):
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        await self._token_may_come(context.remote_id)
         self.doorkeeper.check(context.remote_id, "aggregate_part")
         async for message in super().rpc_aggregate_part(stream, context):
             yield message
@@ -172,8 +209,24 @@ class SwarmAverager(DecentralizedAverager):
 
     @classmethod
     def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None):
-        SwarmAverager.doorkeeper.check(peer, "outgoing")
-        return super().get_stub(p2p, peer, namespace=namespace)
+        stub, admission = super().get_stub(p2p, peer, namespace=namespace), SwarmAverager.doorkeeper
+        if admission.is_open:
+            return stub
+        if admission.is_banned(peer):
+            admission.refuse(peer, "outgoing", "banned")
+        return IntroducedStub(stub, peer, admission, SwarmAverager.introductions)
+
+    async def _token_may_come(self, peer_id: PeerID) -> None:
+        """A fast member's part can be here before the leader's word who is in the group."""
+        deadline = time.monotonic() + TOKEN_PATIENCE
+        if self._waiting >= MAX_WAITING:
+            return
+        self._waiting += 1
+        try:
+            while self.doorkeeper.reason_to_refuse(peer_id) == "no_token" and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+        finally:
+            self._waiting -= 1
 
     # --- one round ---
 
@@ -213,14 +266,15 @@ class SwarmAverager(DecentralizedAverager):
             raise AllreduceException(f"a group of {size} peers, or with a peer named twice")
         modes, bandwidths, gathered = [], [], {}
         for peer_id, data in zip(group_info.peer_ids, group_info.gathered, strict=True):
-            if peer_id != self.peer_id:
-                self.doorkeeper.check(peer_id, "group")
             if len(data) > MAX_GATHERED_BYTES:
                 raise AllreduceException(f"{peer_id} told its group {len(data)} bytes")
             bandwidth, mode, user_data = self.serializer.loads(data)
+            told = self._read_words(peer_id, self.serializer.loads(user_data))
+            if peer_id != self.peer_id:
+                self.doorkeeper.check(peer_id, "group")
             modes.append(AveragingMode(mode))
             bandwidths.append(0.0 if modes[-1] == AveragingMode.CLIENT else bandwidth)
-            gathered[peer_id] = self.serializer.loads(user_data)
+            gathered[peer_id] = told
         return tuple(modes), bandwidths, gathered
 
     async def _run_allreduce_inplace_(
@@ -250,6 +304,7 @@ class SwarmAverager(DecentralizedAverager):
         outcome.received = runner.received
         outcome.refused = {str(peer): why for peer, why in runner.refused.items()}
         outcome.failed_reducers = tuple(map(str, runner.failed_reducers))
+        outcome.weights = runner.weights
         outcome.bytes_sent, outcome.bytes_received = runner.bytes_sent, runner.bytes_received
 
 
@@ -268,7 +323,7 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
     lost_parts_are_zero = True
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
-        return super().schedule_step(scheduled_time, gather=self.told, **kwargs)
+        return super().schedule_step(scheduled_time, gather=self.to_tell(self.told), **kwargs)
 
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int, grad_scale: float = 1.0, names: Sequence = ()) -> bool:

@@ -14,31 +14,22 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.checkpoint import CheckpointError
-from volunteer_kit.swarm.agreement import BEGINNING, Follow, prevailing, read_all
-from volunteer_kit.swarm.arrival import OnDownload
-from volunteer_kit.swarm.options import SwarmOptions
-from volunteer_kit.swarm.records import SwarmProgressTracker
-from volunteer_kit.swarm.state import SwarmStateAverager, digest
+from volunteer_kit.swarm.agreement import BEGINNING, prevailing, read_all, under
+from volunteer_kit.swarm.obeying import ObeyingOptimizer
+from volunteer_kit.swarm.state import digest
 from volunteer_kit.swarm.transfer import StateRefused
-from volunteer_kit.swarm.uncertain import UncertainSteps
 
 logger = get_logger(__name__)
 LAST_RESORT = 3  # times that a lost state is asked for before we go on without
 SETTLED = 1e-6  # relative distance of models at the end of a run; rounding of equal steps stays below it
 
 
-class FollowingOptimizer(hivemind.Optimizer):
+class FollowingOptimizer(ObeyingOptimizer, hivemind.Optimizer):
     """hivemind.Optimizer that knows whose state is right, and takes it when its own is not."""
 
-    options: SwarmOptions
-    tracker: SwarmProgressTracker
-    state_averager: SwarmStateAverager
-    _follow: Follow | None = None  # whose state to take before the next microbatch
     _just_loaded = False  # and not stepped since
     only_accumulated = True  # the last step() did, and waited for nobody: its time is the device's
-    uncertain_steps: UncertainSteps
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
-    on_download: OnDownload | None = None  # told (bytes here, bytes in all) while we wait for parameters
 
     def _drop_scheduled_round(self) -> None:
         """Leave a round that is being arranged. One that runs already is seen through, with weight 0: leaving it would
@@ -87,7 +78,7 @@ class FollowingOptimizer(hivemind.Optimizer):
                     self._start_epoch_anew()
         finally:
             leave.cancel()
-        return loaded
+        return loaded or self.stand_on_checkpoint_if_lost()
 
     @property
     def complete(self) -> bool:
@@ -132,7 +123,7 @@ class FollowingOptimizer(hivemind.Optimizer):
 
         :param patience: s to wait for the first look at the others' progress, and for a donor to answer
         """
-        deadline, taken = time.monotonic() + patience, False
+        deadline, taken = time.monotonic() + patience, self.stand_on_checkpoint()
         self.tracker.fetched_global_progress_this_epoch.wait(patience)
         # a claim that nobody confirms yet (one peer is up, and a dead one's record is behind it) is waited for as well:
         # to take it for an empty swarm would be to start anew beside a running one
@@ -176,7 +167,7 @@ class FollowingOptimizer(hivemind.Optimizer):
                 self._take_state()
             return False
         own_id, own_epoch = self.dht.peer_id, self.local_epoch
-        declared = read_all(self.state_averager.declared())
+        declared = under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
         newest = max((one.epoch for one in declared.values()), default=own_epoch)
         if self.client_mode and late and newest < own_epoch:  # ahead alone, where nobody can follow
             self._take_state(at_least=newest)
@@ -228,9 +219,7 @@ class FollowingOptimizer(hivemind.Optimizer):
         """Put an earlier training_state() back; the epoch goes on (a maximum of claims would undo going back)."""
         self.state_averager.abandon_statistics()
         self._finish_updates()
-        self.state_averager.adopt_state(
-            {**self.state_averager.metadata(), "lineage": BEGINNING.hex()}, list(tensors)
-        )
+        self.state_averager.adopt_state({**self.state_averager.metadata(), "lineage": BEGINNING.hex()}, list(tensors))
         self.uncertain_steps.given_up()
         self.grad_averager.reset_accumulated_grads_()
 

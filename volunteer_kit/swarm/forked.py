@@ -8,7 +8,11 @@ import weakref
 from contextlib import suppress
 
 import hivemind
+import hivemind.dht.node
 import torch
+
+from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol
 
 LARGE = 2**20  # bytes
 _inherited: list[torch.Tensor] = []  # in a fork: what its parent had
@@ -44,8 +48,18 @@ os.register_at_fork(before=_before_fork, after_in_parent=_inherited.clear)
 
 
 class LeanDHT(hivemind.DHT):
-    """hivemind.DHT whose process keeps nothing of the model."""
+    """hivemind.DHT whose process keeps nothing of the model, and speaks with admitted peers only.
+
+    :param admission: who may take part; shared with all processes of this peer
+    """
+
+    def __init__(self, *args, admission: Admission, **kwargs):
+        self.admission = admission
+        super().__init__(*args, **kwargs)
 
     def run(self) -> None:
         forget_inherited_tensors()
+        if not self.admission.is_open:
+            AdmittedDHTProtocol.admission = self.admission
+            hivemind.dht.node.DHTProtocol = AdmittedDHTProtocol  # in this process, which is the node's alone
         super().run()

@@ -43,7 +43,7 @@ from volunteer_kit.swarm.lease_records import (
     overlap,
     rank,
 )
-from volunteer_kit.swarm.records import parse_record
+from volunteer_kit.swarm.records import read_record
 
 MAX_HOLDERS = 256  # records looked at under one key
 MAX_REMEMBERED = 1000  # shards of which our own record is kept here; of others the DHT tells
@@ -306,7 +306,7 @@ class SwarmLeases:
         """What peers say under a key; a bounded number of them."""
         found = self._dht.get(key, latest=True)
         entries = found.value.items() if found and isinstance(found.value, dict) else ()
-        records = (parse_record(schema, subkey, value) for subkey, value in entries)
+        records = (read_record(self._dht, schema, subkey, value) for subkey, value in entries)
         return list(islice((record for record in records if record is not None), MAX_HOLDERS))
 
     def _store(self, key: str, record: BaseModel, lasts: float) -> Any:

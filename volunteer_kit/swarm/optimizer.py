@@ -12,13 +12,13 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.compression import NoCompression
 
 from volunteer_kit.robust.mean import weighted_mean
-from volunteer_kit.swarm.admission import IsAdmitted, admit_everybody
 from volunteer_kit.swarm.allreduce import Reduce
 from volunteer_kit.swarm.averager import Round, SwarmGradientAverager
 from volunteer_kit.swarm.following import FollowingOptimizer
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.reach import Reach
+from volunteer_kit.swarm.receipts import Reduced
 from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.traffic import Traffic
@@ -38,11 +38,12 @@ class SwarmOptimizer(FollowingOptimizer):
     :param optimizer: parameter groups -> optimizer that holds its zero state already (hivemind would otherwise take a
         real step with zero gradients to create it)
     :param scheduler: optimizer -> scheduler, stepped once an epoch
-    :param is_admitted: seam: may this peer id take part? In the averagers' processes
     :param reduce: seam: the reduction rule
     """
 
+    _attends = False  # trains nothing
     on_round: Callable[[int], None] | None = None  # told, with the number of peers here, when averaging begins
+    on_reduced: Callable[[Reduced], None] | None = None  # told of each round that had a group
 
     def __init__(
         self,
@@ -52,13 +53,12 @@ class SwarmOptimizer(FollowingOptimizer):
         params,
         optimizer: Callable,
         scheduler: Callable | None = None,
-        is_admitted: IsAdmitted = admit_everybody,
         reduce: Reduce = weighted_mean,
     ):
         self.options = options
         self.reports: deque[StepReport] = deque(maxlen=1000)  # of global steps not yet taken by the trainer
         self._traffic = Traffic(options.max_mbps)
-        self._seams = {"is_admitted": is_admitted, "reduce": reduce, "traffic": self._traffic}
+        self._seams = {"admission": peer.admission, "reduce": reduce, "traffic": self._traffic}
         self._report: dict[str, Any] = {}  # of the global step under way
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
         super().__init__(
@@ -172,6 +172,8 @@ class SwarmOptimizer(FollowingOptimizer):
         the swarm has target_batch_size samples, average and take the global step. :returns: False if they were not
         finite."""
         self._grad_scale, self._names, self._taken, self.only_accumulated = grad_scale, names, True, True
+        if self.obey_orders():
+            return True
         if self._follow is not None and self._catch_up():
             return True  # the gradients at hand are of the model we just gave up
         if self.cut_off is not None:
@@ -180,6 +182,11 @@ class SwarmOptimizer(FollowingOptimizer):
             return True
         super().step(batch_size=batch_size)
         return self._taken
+
+    def attend(self) -> None:
+        """Be a member that trains nothing, as the run's monitor is: go into rounds with weight 0, take their steps, and
+        share the state. To be called several times a second."""
+        self.step(batch_size=0)
 
     def _wait_for_the_network(self, batch_size: int) -> bool:
         """Keep samples for the epoch under way, as many as it needs; slowly, for more cannot be of use."""
@@ -203,6 +210,11 @@ class SwarmOptimizer(FollowingOptimizer):
         return super()._should_load_state_from_peers()
 
     def _check_and_accumulate_gradients(self, batch_size: int, grad_scaler=None) -> bool:
+        self._attends = batch_size == 0
+        if self._attends:
+            if self.tracker.local_progress.epoch != self.local_epoch:  # each report is signed and stored at once
+                self.tracker.report_local_progress(self.local_epoch, 0)
+            return True
         self._taken = self.grad_averager.accumulate_grads_(batch_size, self._grad_scale, self._names)
         if self._taken:
             self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
@@ -218,6 +230,7 @@ class SwarmOptimizer(FollowingOptimizer):
         self.grad_averager.told = self.state_averager.told
         for averager in (self.grad_averager, self.state_averager):
             averager.expected_group_size = self.tracker.global_progress.num_peers
+            averager.order = self.state_averager.obeyed
 
     def _maybe_schedule_state_averaging(self) -> None:
         """Never ahead: members tell each other what they hold after the step."""
@@ -272,9 +285,19 @@ class SwarmOptimizer(FollowingOptimizer):
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
         self.state_averager.round_name = outcome.name
+        if outcome.group and self.on_reduced is not None:
+            self.on_reduced(reduced(report, outcome))
+        if self._attends and not outcome.group:
+            self._make_no_step()
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure)
+
+    def _make_no_step(self) -> None:
+        """Who trains nothing and met nobody has no gradients; zeros would still turn the model by their momentum."""
+        with self.grad_averager.get_tensors() as gradients:
+            for gradient in gradients:
+                gradient.fill_(float("nan"))  # the optimizer takes no step by these
 
     def _await_round(self, control: StepControl) -> Round:
         """The round's outcome. Raises TimeoutError, and leaves, when no group is found while one should have been:
@@ -312,3 +335,17 @@ class SwarmOptimizer(FollowingOptimizer):
                 kept_until=self.uncertain_steps.kept_until(),
             )
         )
+
+
+def reduced(report: dict[str, Any], outcome: Round) -> Reduced:
+    """What our receipt of this round will say."""
+    _, _, lineage_before, *_ = report["told"]
+    return Reduced(
+        epoch=report["epoch"],
+        round_name=outcome.name,
+        lineage_before=lineage_before,
+        group=outcome.group,
+        weights=outcome.weights,
+        seconds=outcome.seconds,
+        round_id=outcome.round_id,
+    )

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import psutil
 from hivemind.dht import DHT
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
+from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.codec import install_codecs
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.forked import LeanDHT
-from volunteer_kit.swarm.records import load_private_key
+from volunteer_kit.swarm.identity import ensure_identity, load_private_key
+from volunteer_kit.swarm.pending_calls import outlive_late_answers
 
 OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
 
@@ -56,6 +58,7 @@ class Peer:
     dht: DHT
     client_mode: bool
     why_client_mode: str
+    admission: Admission = field(default_factory=Admission)
     _scratch: tempfile.TemporaryDirectory | None = None
 
     @property
@@ -74,15 +77,17 @@ class Peer:
             self._scratch.cleanup()
 
 
-def start_peer(config: PeerConfig, authorizer=None) -> Peer:
+def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
     """Start p2pd and a DHT node. Must run in the main thread. Raises SwarmError (dead_peers, port_taken, clock,
     identity_taken, bad_address, startup) within startup_timeout plus a few seconds.
 
-    :param authorizer: a hivemind AuthorizerBase for the DHT's calls
+    :param admission: who may take part, with this peer's own token in it already; None: everybody
     """
+    admission = admission or Admission()
     _check_addresses(config)
     raise_file_limit()
     install_codecs()
+    outlive_late_answers()
     client_mode, why = decide_client_mode(config)
     scratch = None
     identity_path = config.identity_path
@@ -90,33 +95,22 @@ def start_peer(config: PeerConfig, authorizer=None) -> Peer:
         scratch = tempfile.TemporaryDirectory(prefix="volunteer-kit-")
         identity_path = os.path.join(scratch.name, "identity.key")
     try:
-        _load_identity(identity_path)
-        dht = _start_dht(config, identity_path, client_mode, authorizer)
+        _use_identity(identity_path)
+        dht = _start_dht(config, identity_path, client_mode, admission)
     except BaseException:
         if scratch is not None:
             scratch.cleanup()
         raise
-    return Peer(dht, client_mode, why, scratch)
+    return Peer(dht, client_mode, why, admission, scratch)
 
 
-def _load_identity(identity_path: str) -> None:
-    """Make the identity if it is missing, and sign DHT records with its key: a record's owner is then a peer id."""
-    path = Path(identity_path)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        P2P.generate_identity(str(path))
-    try:
-        RSAPrivateKey._process_wide_key = load_private_key(path.read_bytes())
-    except Exception as e:
-        raise SwarmError(
-            f"The identity file {identity_path} cannot be read ({e!r}).\n"
-            f"1. If you have a backup of it, put it back: it keeps this machine's peer id.\n"
-            f"2. Otherwise remove it, and a new one is made: rm {identity_path}",
-            kind="identity",
-        ) from e
+def _use_identity(identity_path: str) -> None:
+    """Sign DHT records with the identity's key: a record's owner is then a peer id."""
+    ensure_identity(identity_path)
+    RSAPrivateKey._process_wide_key = load_private_key(Path(identity_path).read_bytes())
 
 
-def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, authorizer) -> DHT:
+def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, admission: Admission) -> DHT:
     dht = LeanDHT(
         initial_peers=config.initial_peers or None,
         host_maddrs=config.host_maddrs,
@@ -125,7 +119,7 @@ def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, author
         client_mode=client_mode,
         startup_timeout=config.startup_timeout,
         wait_timeout=5.0,  # s for one DHT call; home links and two busy cores answer slower than 3 s at times
-        authorizer=authorizer,
+        admission=admission,
         check_if_identity_free=config.check_identity,
         start=False,
     )

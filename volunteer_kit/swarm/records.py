@@ -7,59 +7,28 @@ no device has, an epoch that time does not allow) are dropped when they are read
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import multihash
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
 from hivemind.utils import ValueWithExpiration, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import get_logger
 from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr
+
+from volunteer_kit.swarm.forked import LeanDHT
+from volunteer_kit.swarm.identity import peer_id_of_owner
 
 logger = get_logger(__name__)
 MAX_PEERS = 10_000
 MAX_EPOCH = 2**31
-
-
-# --- keys ---
-
-
-def load_private_key(identity: bytes) -> RSAPrivateKey:
-    """The libp2p identity file's key, as the key that signs records."""
-    key = RSAPrivateKey.__new__(RSAPrivateKey)
-    der = crypto_pb2.PrivateKey.FromString(identity).data
-    key._private_key = serialization.load_der_private_key(der, password=None)
-    return key
-
-
-@lru_cache(maxsize=MAX_PEERS)
-def peer_id_of_owner(subkey: bytes) -> PeerID | None:
-    """A signed record's subkey "[owner:ssh-rsa ...]" -> the libp2p peer id of that key; None for anything else.
-
-    Source: libp2p peer id specification (sha2-256 multihash of the protobuf-encoded public key).
-    """
-    match = RSASignatureValidator._PUBLIC_KEY_RE.findall(subkey)
-    try:
-        key = serialization.load_ssh_public_key(match[0])
-        der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    except (IndexError, ValueError, UnsupportedAlgorithm):
-        return None
-    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
-    return PeerID(multihash.encode(hashlib.sha256(encoded).digest(), multihash.coerce_code("sha2-256")))
 
 
 # --- who is here ---
@@ -115,7 +84,7 @@ class PeerBoard:
         found = self.dht.get(peers_key(self.run_id), latest=True)
         records = {}
         for subkey, value in (found.value if found and isinstance(found.value, dict) else {}).items():
-            record = parse_record(PeerRecord, subkey, value)
+            record = read_record(self.dht, PeerRecord, subkey, value)
             if record is not None and len(records) < MAX_PEERS:
                 records[PeerID(record.peer_id)] = record
         return records
@@ -131,6 +100,14 @@ def parse_record(schema: type[BaseModel], subkey: Any, value: Any) -> Any | None
         return None
     owner = peer_id_of_owner(subkey)
     return record if owner is not None and owner.to_bytes() == record.peer_id else None
+
+
+def read_record(dht: DHT, schema: type[BaseModel], subkey: Any, value: Any) -> Any | None:
+    """The same, of peers that may take part in the run that `dht` is of."""
+    record = parse_record(schema, subkey, value)
+    if record is None or not isinstance(dht, LeanDHT):
+        return record
+    return record if dht.admission.believes(PeerID(record.peer_id)) else None
 
 
 # --- progress: what decides when the swarm steps ---
@@ -248,7 +225,7 @@ class SwarmProgressTracker(ProgressTracker):
             metadata = {}
         now, kept, own_id = get_dht_time(), {}, self.dht.peer_id.to_bytes()
         for subkey, value in metadata.items():
-            claim = parse_record(LocalTrainingProgress, subkey, value)
+            claim = read_record(self.dht, LocalTrainingProgress, subkey, value)
             if claim is not None and is_plausible(claim, self.limits, now, self.metadata_expiration):
                 kept[subkey] = (claim, value.expiration_time)
             elif isinstance(value, ValueWithExpiration) and value.value is not None:

@@ -28,6 +28,7 @@ from volunteer_kit.swarm.agreement import (
     BEGINNING,
     LINEAGE_SIZE,
     MAX_EPOCH,
+    MAX_SEQUENCE,
     PAST,
     SKETCH_SIZE,
     advance,
@@ -38,13 +39,18 @@ from volunteer_kit.swarm.agreement import (
     sketch,
 )
 from volunteer_kit.swarm.arrival import ArrivingState
-from volunteer_kit.swarm.transfer import StateRefused, read_donors
+from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
 logger = get_logger(__name__)
 # a joiner waits for a step under way, this share of what it waits for bytes: the state before it is behind on arrival
 STEP_PATIENCE = 0.8
 UPDATE_PATIENCE = 900.0  # s; longer than any round, which has its own timeouts
-TOLD = struct.Struct(f"<q{4 * SKETCH_SIZE}s{LINEAGE_SIZE}s")  # what the averager's process must know
+TOLD = struct.Struct(f"<q{4 * SKETCH_SIZE}s{LINEAGE_SIZE}sq")  # what the averager's process must know
+
+
+def _words(told: tuple) -> list:
+    """As it is told: an order is part of it once there has been one."""
+    return list(told if told[3] else told[:3])
 
 
 def digest(tensors) -> str:
@@ -71,7 +77,8 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         self._step_done.set()
         self._told = mp.Array("c", TOLD.size)
         self._past: tuple[list, ...] = ()  # what we told after the last epochs
-        self._lineage = BEGINNING
+        self._own_past: list[list] = []  # those of them that our own steps made
+        self._lineage, self._order = BEGINNING, 0
         self.round_name: bytes | None = None  # of the round that the next step comes of; None: it is nobody else's
         self.kept_until = -1  # last epoch that we had in common with the state we took
         super().__init__(**kwargs)
@@ -95,15 +102,36 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
 
     @property
     def told(self) -> list:
-        """[epoch, sketch of the parameters, lineage], of one moment."""
-        return list(TOLD.unpack(self._told.raw))
+        """[epoch, sketch of the parameters, lineage], of one moment; and the order that we have obeyed, if any."""
+        return _words(TOLD.unpack(self._told.raw))
+
+    @property
+    def obeyed(self) -> int:
+        """Sequence of the last order to roll back that is in this state; 0: there was none."""
+        return self._order
+
+    def testimony(self, epoch: int) -> list | None:
+        raw = self._testimony.raw
+        for place in range(int.from_bytes(raw[:4], "little")):
+            told = TOLD.unpack_from(raw, 4 + place * TOLD.size)
+            if told[0] == epoch:
+                return _words(told)
+        return None
+
+    def _testify(self, past: Sequence[list]) -> None:
+        """What we held by our own steps, and will answer for."""
+        records = [TOLD.pack(*told, *[0] * (4 - len(told))) for told in past[-PAST:]]
+        data = len(records).to_bytes(4, "little") + b"".join(records)
+        with self._testimony.get_lock():
+            self._testimony[: len(data)] = data
 
     def describe(self) -> None:
         """Look at the state anew, after it changed; and tell those who look for a donor."""
-        epoch = self._state_epoch
+        epoch = self._held_epoch.value = self._state_epoch
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        self._told.raw = TOLD.pack(epoch, sketch(parameters, seed=epoch), self._lineage)
+        self._told.raw = TOLD.pack(epoch, sketch(parameters, seed=epoch), self._lineage, self._order)
         self._past = (*(told for told in self._past if told[0] < epoch), self.told)[-PAST:]
+        self.ask_under.value = self._order if self.trust is not None else ANY_ORDER
         if self.allow_state_sharing and self.is_alive():
             self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
 
@@ -154,9 +182,10 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         return metadata, tensors, infos
 
     def metadata(self) -> dict[str, Any]:
-        """The state's epoch and lineage, and the statistics that are plain numbers."""
+        """The state's epoch, lineage and order (if there was one), and the statistics that are plain numbers."""
         numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
-        return {"epoch": self._state_epoch, "lineage": self._lineage.hex(), "numbers": numbers}
+        order = {"order": self._order} if self._order else {}
+        return {"epoch": self._state_epoch, "lineage": self._lineage.hex(), "numbers": numbers, **order}
 
     def check_state(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Raises StateRefused unless a donor's state fits ours in every shape and type, and is finite."""
@@ -173,6 +202,9 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         lineage = metadata.get("lineage", BEGINNING.hex())  # old checkpoints have none
         if not isinstance(lineage, str) or not re.fullmatch(f"[0-9a-f]{{{2 * LINEAGE_SIZE}}}", lineage):
             raise StateRefused(f"lineage {lineage!r}"[:200])
+        order = metadata.get("order", 0)
+        if type(order) is not int or not 0 <= order < MAX_SEQUENCE:
+            raise StateRefused(f"order {order!r}"[:200])
         numbers = metadata.get("numbers")
         own_numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
         if not isinstance(numbers, list) or len(numbers) != len(own_numbers):
@@ -232,7 +264,10 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
     def _follow_parameters(self, metadata: dict) -> None:
         past = read_past(metadata.get("past"))
         self.kept_until = last_in_common(read_past(self._past), past)
+        self._own_past = [told for told in self._own_past if told[0] <= self.kept_until]
+        self._testify(self._own_past)
         self._lineage = bytes.fromhex(metadata.get("lineage", BEGINNING.hex()))
+        self._order = metadata.get("order", 0)
         self._past = tuple(said.words() for said in past.values())
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
@@ -266,11 +301,15 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
                 if optimizer_step:
                     with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
                         self.optimizer.step()
-                        self._state_epoch = self.local_epoch
+                        self._state_epoch = self._held_epoch.value = self.local_epoch
                         self._lineage = advance(self._lineage, self.round_name)
                 self._update_scheduler()
                 self.finished_optimizer_step.set()
             self.describe()
+            if optimizer_step:
+                self._own_past = [*self._own_past, self.told][-PAST:]
+                self._testify(self._own_past)
+                self.after_own_step()
             if averaging_round:
                 with self.lock_averaging:
                     self._average_parameters(timeout)
@@ -291,7 +330,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             self._load_local_tensors_into_averager_()
         try:
             control = DecentralizedAverager.step(
-                self, gather=self.told, timeout=timeout, require_trigger=True, wait=False
+                self, gather=self.to_tell(self.told), timeout=timeout, require_trigger=True, wait=False
             )
             control.allow_allreduce()
             outcome = control.result(timeout=timeout)

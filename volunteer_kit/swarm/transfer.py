@@ -25,7 +25,7 @@ from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
 
 from volunteer_kit.swarm.agreement import rank_donors
 from volunteer_kit.swarm.allreduce import size_of
-from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.swarm.chunk_transfer import ChunkTransfer
 
 logger = get_logger(__name__)
 MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
@@ -34,25 +34,22 @@ GIVEN_AT_ONCE = 3  # states; each is a copy of the whole until it is sent, and m
 # s that a donor waits to be hung up on: what it closes first is lost as far as it is not read (see averager.LINGER),
 # and a home link has megabytes still to read by then
 HANG_UP = 120.0
+ANY_ORDER = -1
 
 
 class StateRefused(ValueError):
     """A donor's state does not fit this run, or is not finite."""
 
 
-class StateTransfer(SwarmAverager):
+class StateTransfer(ChunkTransfer):
     """Declares, gives and fetches states. What is declared and given comes from the subclass."""
 
     _given_now = 0  # states on their way to others
 
     def __init__(self, *args, **kwargs):
         self._arrived = mp.Value(ctypes.c_int64, 0)  # bytes of the download under way
+        self.ask_under = mp.Value(ctypes.c_int64, ANY_ORDER)  # donors under this order only
         super().__init__(*args, **kwargs)
-
-    @property
-    def told(self) -> list:
-        """What we declare: [epoch, sketch of the parameters, lineage]."""
-        raise NotImplementedError
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Parameters, extra tensors, then statistics."""
@@ -149,7 +146,8 @@ class StateTransfer(SwarmAverager):
             return [PeerID(donor) for donor in random.sample(donors, len(donors))]
         found = await self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
         told = read_donors(found.value if found else {}, self.peer_id)
-        return rank_donors(told, random.sample(sorted(told), len(told)))
+        order = None if self.ask_under.value == ANY_ORDER else self.ask_under.value
+        return rank_donors(told, random.sample(sorted(told), len(told)), order)
 
     async def _download_from(self, donor: PeerID, parameters: MPFuture, statistics: MPFuture) -> None:
         """Raises StateRefused, or whatever breaks the connection."""

@@ -88,6 +88,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "back": (),
     "pictures": ("epoch", "pictures"),  # [{"caption", "path"}], drawn by the run's model
     "skipped": ("counts",),  # records of the stream left out, and leases lost, by cause; cumulative
+    "turned_away": ("counts",),  # calls of peers that may not take part, by call and reason; cumulative
     "warning": ("kind", "message"),
     "error": ("kind", "message"),  # in plain words; the process ends with exit code 2 and must not be restarted as is
     "checkpoint": ("path", "epoch"),

@@ -1,0 +1,1 @@
+"""Parts of join_state.py."""

@@ -1,0 +1,303 @@
+"""A signed state as a file: its canonical bytes, their chunks, and a store of them that survives being cut off.
+
+The bytes are a header (epoch, lineage, counters, sizes; msgpack, padded to 4 KB) and then the tensors of
+state_tensors(), in order, each in its own type, little-endian. Two peers with the same state have the same bytes, so
+whoever holds one may serve it, signed or not. Each MiB has a BLAKE2b-256, and the root is that of all of them in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+
+from volunteer_kit.swarm.manifest import CHUNK_SIZE, MAX_CHUNKS, ROOT_SIZE, Manifest
+
+ALIGN = 4096  # bytes; tensors begin at whole pages
+HEADER = struct.Struct("<8sQ")  # magic, bytes of msgpack that follow
+MAGIC = b"vkstate1"
+MAX_HEADER = 2**24
+STATE, HASHES, HAVE = "state", "hashes", "have"
+LEFT_FOR = 3600.0  # s; no disk takes as long for a state
+HASHED_AT_ONCE = 2**22  # bytes of a tensor looked at together
+
+assert sys.byteorder == "little", "states travel in little-endian order, and tensors are copied as they lie"
+
+
+class ChunksError(ValueError):
+    """Bytes that are not those of the root."""
+
+
+def chunk_hash(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=ROOT_SIZE).digest()
+
+
+def root_of(hashes: bytes) -> bytes:
+    """Of the chunks' hashes, one after another."""
+    return hashlib.blake2b(hashes, digest_size=ROOT_SIZE, person=b"chunk hashes").digest()
+
+
+# --- canonical bytes ---
+
+
+def state_bytes(metadata: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+    """A state as pieces of its canonical bytes.
+
+    :param metadata: epoch, lineage and numbers, as SwarmStateAverager.metadata() has them
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    words = [metadata["epoch"], metadata["lineage"], list(metadata["numbers"]), sizes]
+    packed = msgpack.packb(words)
+    yield memoryview(HEADER.pack(MAGIC, len(packed)) + packed + bytes(-(HEADER.size + len(packed)) % ALIGN))
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        for start in range(0, len(flat), HASHED_AT_ONCE):
+            yield memoryview(flat[start : start + HASHED_AT_ONCE])
+
+
+def state_root(metadata: dict, tensors: Sequence[torch.Tensor], chunk_size: int = CHUNK_SIZE) -> tuple[bytes, int]:
+    """(root, bytes) of a state; equal on all peers that hold the same."""
+    hashes, total = bytearray(), 0
+    for chunk in _in_chunks(state_bytes(metadata, tensors), chunk_size):
+        hashes += chunk_hash(chunk)
+        total += len(chunk)
+    return root_of(bytes(hashes)), total
+
+
+def _in_chunks(pieces: Iterator[memoryview], size: int) -> Iterator[bytes | bytearray]:
+    chunk = bytearray()
+    for piece in pieces:
+        while piece:
+            taken = piece[: size - len(chunk)]
+            chunk += taken
+            piece = piece[len(taken) :]
+            if len(chunk) == size:
+                yield chunk
+                chunk = bytearray()
+    if chunk:
+        yield chunk
+
+
+# --- on the disk ---
+
+
+class ChunkStore:
+    """The chunks of one root in a folder: `state` (the bytes, with holes), `have` (a byte per chunk), `hashes`.
+
+    A download writes it chunk by chunk and goes on from it after a restart; others are served from it meanwhile. Two
+    processes may write: a chunk is marked after it is written, and what is marked was right when it was written.
+    """
+
+    def __init__(self, path: str | Path, root: bytes, total_bytes: int, chunk_size: int = CHUNK_SIZE):
+        self.path, self.root, self.total_bytes, self.chunk_size = Path(path), root, total_bytes, chunk_size
+        self.num_chunks = -(-total_bytes // chunk_size)
+        if not 0 < self.num_chunks <= MAX_CHUNKS:
+            raise ChunksError(f"{self.num_chunks} chunks")
+        self._hashes: bytes | None = None
+
+    # --- which there are ---
+
+    @classmethod
+    def place(cls, folder: str | Path, root: bytes) -> Path:
+        return Path(folder) / f"state-{root.hex()}"
+
+    @classmethod
+    def of(cls, folder: str | Path, manifest: Manifest) -> ChunkStore:
+        """The store of a manifest's state, begun if it is not there. Raises OSError (disk full)."""
+        store = cls(cls.place(folder, manifest.root), manifest.root, manifest.total_bytes, manifest.chunk_size)
+        store._begin()
+        return store
+
+    @classmethod
+    def find(cls, folder: str | Path, root: bytes) -> ChunkStore | None:
+        """What is here of a root, whole or not; None: nothing that can be read."""
+        path = cls.place(folder, root)
+        try:
+            total, chunk_size = (int(word) for word in (path / "size").read_text().split())
+            store = cls(path, root, total, chunk_size)
+            return store if len((path / HAVE).read_bytes()) == store.num_chunks else None
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def write(
+        cls, folder: str | Path, metadata: dict, tensors: Sequence[torch.Tensor], chunk_size: int = CHUNK_SIZE
+    ) -> ChunkStore:
+        """Put a whole state down, beside its place and then renamed. Raises OSError (disk full)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".state-", suffix=".part", dir=folder))
+        try:
+            hashes, total = bytearray(), 0
+            with open(part / STATE, "wb") as file:
+                for chunk in _in_chunks(state_bytes(metadata, tensors), chunk_size):
+                    file.write(chunk)
+                    hashes += chunk_hash(chunk)
+                    total += len(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            root = root_of(bytes(hashes))
+            (part / HASHES).write_bytes(hashes)
+            (part / HAVE).write_bytes(b"\1" * (len(hashes) // ROOT_SIZE))
+            (part / "size").write_text(f"{total} {chunk_size}")
+            place = cls.place(folder, root)
+            there = cls.find(folder, root)
+            if there is None or not there.is_complete:
+                shutil.rmtree(place, ignore_errors=True)  # of a download that this state makes needless
+                with suppress(FileExistsError):  # another writer of the same state was quicker
+                    os.rename(part, place)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return cls(place, root, total, chunk_size)
+
+    def _begin(self) -> None:
+        if ChunkStore.find(self.path.parent, self.root) is not None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        with open(self.path / STATE, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, self.total_bytes)  # a full disk is told now, not after an hour
+        (self.path / HAVE).write_bytes(bytes(self.num_chunks))
+        (self.path / "size").write_text(f"{self.total_bytes} {self.chunk_size}")
+
+    @staticmethod
+    def keep(folder: str | Path, roots: Sequence[bytes]) -> None:
+        """Delete all stores but those of `roots`, and what killed writers left long ago."""
+        kept = {ChunkStore.place(folder, root).name for root in roots}
+        with suppress(OSError):
+            for path in Path(folder).iterdir():
+                left = path.name.startswith(".state-") and path.stat().st_mtime < time.time() - LEFT_FOR
+                if left or path.name.startswith("state-") and path.name not in kept:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    # --- hashes ---
+
+    @property
+    def hashes(self) -> bytes | None:
+        """All chunks' hashes, checked against the root; None while they are not here."""
+        if self._hashes is None:
+            with suppress(OSError):
+                found = (self.path / HASHES).read_bytes()
+                if self._fit(found):
+                    self._hashes = found
+        return self._hashes
+
+    def put_hashes(self, hashes: bytes) -> bool:
+        """Keep a stranger's list, if it is the root's. :returns: whether it is."""
+        if not self._fit(hashes):
+            return False
+        if self._hashes is None:
+            part = self.path / f".{HASHES}.{os.getpid()}.part"
+            part.write_bytes(hashes)
+            os.replace(part, self.path / HASHES)
+            self._hashes = hashes
+        return True
+
+    def _fit(self, hashes: bytes) -> bool:
+        return len(hashes) == ROOT_SIZE * self.num_chunks and root_of(hashes) == self.root
+
+    def _hash(self, index: int) -> bytes:
+        if self.hashes is None:
+            raise ChunksError("the list of hashes is not here yet")
+        return self.hashes[ROOT_SIZE * index : ROOT_SIZE * (index + 1)]
+
+    # --- chunks ---
+
+    def size_of(self, index: int) -> int:
+        return min(self.chunk_size, self.total_bytes - index * self.chunk_size)
+
+    def have(self) -> bytes:
+        """A byte per chunk: 1 for those that are here."""
+        return (self.path / HAVE).read_bytes()
+
+    def missing(self) -> list[int]:
+        return [index for index, there in enumerate(self.have()) if not there]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.hashes is not None and not self.missing()
+
+    def put(self, index: int, data: bytes) -> bool:
+        """Keep a stranger's chunk, if it is the right one. :returns: whether it is. Raises OSError (disk)."""
+        if len(data) != self.size_of(index) or chunk_hash(data) != self._hash(index):
+            return False
+        with open(self.path / STATE, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), data, index * self.chunk_size)
+        self._mark(index, b"\1")
+        return True
+
+    def put_unchecked(self, index: int, data: bytes) -> bytes:
+        """Write a chunk whose hash nobody has told yet; it is here once verify_all() says so. :returns: its hash."""
+        if not self.have()[index]:
+            with open(self.path / STATE, "r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), data[: self.size_of(index)], index * self.chunk_size)
+        return chunk_hash(data)
+
+    def get(self, index: int) -> bytes | None:
+        """A chunk's bytes, None if it is not here."""
+        if not 0 <= index < self.num_chunks or not self.have()[index]:
+            return None
+        data = self._read(index)
+        return data if len(data) == self.size_of(index) else None
+
+    def _read(self, index: int) -> bytes:
+        with open(self.path / STATE, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), self.size_of(index), index * self.chunk_size)
+
+    def _mark(self, index: int, there: bytes) -> None:
+        with open(self.path / HAVE, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), there, index)
+
+    def verify(self) -> bool:
+        """Read all of it again; what has changed on the disk is missing from then on. :returns: whether all is there.
+
+        A power cut may have lost what was marked, and disks err: once before it is trained from costs a second a GB.
+        """
+        for index in range(self.num_chunks):
+            if self.have()[index] and not self._is_right(index):
+                self._mark(index, b"\0")
+        return self.is_complete
+
+    def verify_all(self) -> bool:
+        """The same, and what was written unchecked and is right is here from then on."""
+        for index in range(self.num_chunks):
+            self._mark(index, b"\1" if self._is_right(index) else b"\0")
+        return self.is_complete
+
+    def _is_right(self, index: int) -> bool:
+        return chunk_hash(self._read(index)) == self._hash(index)
+
+    # --- the state in it ---
+
+    def read(self, like: Sequence[torch.Tensor], only: int | None = None) -> tuple[dict, list[torch.Tensor]]:
+        """(metadata, tensors), of a store that is complete.
+
+        :param like: tensors of the shapes and types that are expected
+        :param only: the first so many of them; the rest is not read
+        Raises ChunksError if the state is another model's, OSError.
+        """
+        with open(self.path / STATE, "rb") as file:
+            magic, length = HEADER.unpack(file.read(HEADER.size))
+            if magic != MAGIC or length > MAX_HEADER:
+                raise ChunksError("no state")
+            epoch, lineage, numbers, sizes = msgpack.unpackb(file.read(length))
+            if sizes != [tensor.numel() * tensor.element_size() for tensor in like]:
+                raise ChunksError("another model's or optimizer's state")
+            file.seek(-(HEADER.size + length) % ALIGN, os.SEEK_CUR)
+            tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like[:only]]
+            for tensor in tensors:
+                view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                if len(view) and file.readinto(view) != len(view):
+                    raise ChunksError("it is cut off")
+        return {"epoch": epoch, "lineage": lineage, "numbers": numbers}, tensors

@@ -1,0 +1,361 @@
+"""What a peer stands on when it judges another's state: a checkpoint that the monitor signed, or its own last steps.
+
+The measuring and asking for acceptance.py, and the way of signed checkpoints from many donors to our disk.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError  # not the built-in one on Python 3.10
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hivemind.p2p import PeerID
+from hivemind.utils import MPFuture
+from hivemind.utils.logging import get_logger
+
+from volunteer_kit.swarm.acceptance import (
+    WITNESSES,
+    Evidence,
+    StateTrust,
+    Testimony,
+    Witnesses,
+    both_ways,
+    distances,
+    hear,
+    is_near,
+    needs_more,
+    read_testimony,
+    reason_to_refuse_distance,
+    reason_to_refuse_state,
+)
+from volunteer_kit.swarm.agreement import Told, sketch
+from volunteer_kit.swarm.chunks import ChunksError, ChunkStore
+from volunteer_kit.swarm.fetching import Fetched
+from volunteer_kit.swarm.hub_chunks import HubDonor
+from volunteer_kit.swarm.manifest import MANIFEST_EVERY, Manifest
+from volunteer_kit.swarm.transfer import StateRefused, StateTransfer
+
+logger = get_logger(__name__)
+# epochs that a veteran may have gone astray before it is told: its own steps of that time, and the others', lie between
+ASTRAY = 2
+MAX_GAP = 100_000  # epochs; a bound is a loop over them, and the original's run had 7,617 in all
+DISTRUSTED_FOR = 30.0  # s; by then an honest donor that was set apart itself has followed the others
+KEPT_SIGNED = 4  # states that a monitor keeps; to one of them it can roll back
+WITNESSES_WITHIN = 15.0  # s
+LOOK_EVERY = 0.2  # s between looks at how far a download is
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a newer state is compared with."""
+
+    epoch: int
+    parameters: Sequence[torch.Tensor]
+    is_veteran: bool
+
+
+class GroundedState(StateTransfer):
+    """Judges donors' states, and fetches signed ones. Without `trust` it believes everybody, as among friends."""
+
+    trust: StateTrust | None = None
+    checkpoint: ChunkStore | None = None  # signed, and adopted
+    refused: tuple[str, str] | None = None  # the last donor that was not believed, and why
+    later_order = False  # a donor is under an order that we have not heard of: it is time to look for it
+    refused_for_distance = 0  # times since we last took or made a step
+
+    def __init__(self, *args, **kwargs):
+        self._distrusted: dict[bytes, float] = {}  # donor -> until
+        self._is_veteran = False
+        self._kept_ground: tuple[int, list[torch.Tensor]] | None = None
+        self._ground_loss: tuple[Any, float] | None = None
+        self._snapshots: list[bytes] = []  # roots of our own states on the disk, oldest first
+        self._writing: threading.Thread | None = None
+        self.signed: deque[bytes] = deque(maxlen=KEPT_SIGNED)  # roots of what we, a monitor, have signed
+        super().__init__(*args, **kwargs)
+
+    def trust_only(self, trust: StateTrust) -> None:
+        """From now on, what is signed, and what bears comparison with it. Call before the first state is taken."""
+        self.trust = trust
+        trust.folder.mkdir(parents=True, exist_ok=True)
+        self._outer_pipe.send(("_serve_chunks", [str(trust.folder)], {}))
+        self.describe()
+
+    # --- what we stand on ---
+
+    def _ground(self) -> Ground:
+        own = self.state_tensors()[: self.num_parameters]
+        epoch, parameters = self._kept_ground or (self._state_epoch, own)
+        return Ground(epoch, parameters, self._is_veteran)
+
+    def keep_ground(self) -> None:
+        """Before parameters are taken whose statistics have not come: if they do not, it is the ground again. Else a
+        row of donors that break off could each lead us a bit farther."""
+        if self.trust is not None and self._kept_ground is None:
+            own = self.state_tensors()[: self.num_parameters]
+            self._kept_ground = (self._state_epoch, [tensor.clone() for tensor in own])
+
+    def ground_is_own(self, is_veteran: bool = True) -> None:
+        """What we hold now is whole, and is what we stand on."""
+        self._is_veteran, self._kept_ground, self.refused_for_distance = is_veteran, None, 0
+
+    def stand_on_seed(self) -> bool:
+        """Compare what comes with the run's initial weights, as a joiner before the first manifest does.
+
+        :returns: False if nobody can tell them
+        """
+        if self.trust is None or self.trust.seed is None:
+            return False
+        self._kept_ground, self._is_veteran = (0, [tensor.detach().cpu() for tensor in self.trust.seed()]), False
+        self._distrusted.clear()
+        self.refused_for_distance = 0
+        return True
+
+    def after_own_step(self) -> None:
+        self.ground_is_own()
+        trust, epoch = self.trust, self._state_epoch
+        if trust is not None and trust.keep_own and not self.client_mode and epoch % MANIFEST_EVERY == 0:
+            self._put_down()
+
+    # --- a donor's state ---
+
+    def not_believed(self) -> list[bytes]:
+        """Donors that are not asked for now."""
+        now = time.monotonic()
+        self._distrusted = {donor: until for donor, until in self._distrusted.items() if until > now}
+        return list(self._distrusted)
+
+    def judge(self, donor: bytes, metadata: dict, parameters: Sequence[torch.Tensor]) -> None:
+        """Raises StateRefused unless a state that fits is to be believed."""
+        if self.trust is None:
+            return
+        order = metadata.get("order", 0)
+        if order != self.obeyed:
+            self.later_order = self.later_order or order > self.obeyed
+            raise StateRefused(f"it is under the monitor's order {order}, we are under {self.obeyed}")
+        reason = self._reason_to_refuse(donor, metadata, parameters)
+        if reason is not None:
+            self.refuse(donor, reason)
+            raise StateRefused(reason)
+
+    def refuse(self, donor: bytes, why: str) -> None:
+        """Remember, and tell."""
+        self._distrusted[donor] = time.monotonic() + DISTRUSTED_FOR
+        self.refused = (str(PeerID(donor)), why)
+        logger.warning(f"The state of {PeerID(donor)} is not believed: {why}")
+        self.trust.on_refused(*self.refused)
+
+    def _reason_to_refuse(self, donor: bytes, metadata: dict, parameters: Sequence[torch.Tensor]) -> str | None:
+        epoch, ground = metadata["epoch"], self._ground()
+        if epoch - ground.epoch > MAX_GAP:
+            return f"it says that it is {epoch - ground.epoch} epochs ahead"
+        measured = {
+            "epoch": epoch,
+            "ground": ground.epoch,
+            "is_veteran": ground.is_veteran,
+            "moved": distances(ground.parameters, parameters),
+            "bounds": self._bounds(ground, epoch),
+        }
+        reason = reason_to_refuse_distance(Evidence(**measured))
+        if reason is not None:
+            self.refused_for_distance += 1
+            return reason
+        heard = self._hear_witnesses(donor, metadata, parameters)
+        measured |= {"confirmed": heard.confirmed, "denied": heard.denied, "silent": heard.silent}
+        reason = reason_to_refuse_state(Evidence(**measured))
+        if reason is not None or not needs_more(ground.is_veteran, epoch - ground.epoch):
+            return reason
+        return reason_to_refuse_state(Evidence(**measured, **self._losses(ground, parameters)))
+
+    def _bounds(self, ground: Ground, epoch: int) -> Sequence[float] | None:
+        bound = self.trust.step_bound
+        if bound is None:
+            return None
+        if not ground.is_veteran:
+            return bound(ground.parameters, ground.epoch, epoch)
+        since = max(0, min(ground.epoch, epoch) - ASTRAY)
+        norms = [torch.linalg.vector_norm(p, dtype=torch.float64).item() for p in ground.parameters]
+        ours, theirs = bound(ground.parameters, since, ground.epoch), bound(ground.parameters, since, epoch)
+        # where all was zero then, as biases are at first, each of us has taken his own first step
+        zeros = [torch.zeros(()).expand(p.shape) for p in ground.parameters]
+        own_first, their_first = bound(zeros, since, ground.epoch), bound(zeros, since, epoch)
+        far = [both_ways(*of_one) for of_one in zip(norms, ours, theirs, strict=True)]
+        return [
+            max(apart, norm + theirs) if norm <= ours else apart
+            for apart, norm, ours, theirs in zip(far, norms, own_first, their_first, strict=True)
+        ]
+
+    def _losses(self, ground: Ground, parameters: Sequence[torch.Tensor]) -> dict[str, float]:
+        if self.trust.public_loss is None:
+            return {}
+        key = (ground.epoch, self.obeyed, ground.is_veteran)
+        if self._ground_loss is None or self._ground_loss[0] != key:
+            self._ground_loss = (key, self.trust.public_loss(ground.parameters))
+        return {"loss": self.trust.public_loss(parameters), "loss_of_ground": self._ground_loss[1]}
+
+    def _hear_witnesses(self, donor: bytes, metadata: dict, parameters: Sequence[torch.Tensor]) -> Witnesses:
+        """Ask donors of other accounts what they held; those whose account is not known yet show it when called."""
+        epoch, account_of = metadata["epoch"], self._admission.account_of
+        seed = random.SystemRandom().getrandbits(63)
+        own_sketch = np.frombuffer(sketch(parameters, seed=epoch), "<f4").astype(np.float64)
+        state = Told(epoch, own_sketch, bytes.fromhex(metadata["lineage"]), metadata.get("order", 0))
+        donors_account = account_of(PeerID(donor))
+        others = [peer for peer in self.declared() if account_of(peer) is None or account_of(peer) != donors_account]
+        asked = [peer.to_bytes() for peer in random.sample(others, min(len(others), 2 * WITNESSES))]
+        answers: MPFuture = MPFuture()
+        self._outer_pipe.send(("_ask_witnesses", [asked, epoch, seed, answers], {}))
+        try:
+            found = answers.result(WITNESSES_WITHIN) if asked else []
+        except FutureTimeoutError:
+            answers.cancel()
+            found = []
+        said: dict[bytes, Testimony] = {}
+        for peer, words in found:
+            account = account_of(PeerID(peer))
+            if account is not None and account != donors_account:
+                said.setdefault(account, read_testimony(words))
+        contradicting = self._contradicting(parameters, epoch, seed, said)
+        return hear(state, {account: one.told for account, one in said.items()}, contradicting)
+
+    def _contradicting(
+        self, parameters: Sequence[torch.Tensor], epoch: int, seed: int, said: dict[bytes, Testimony]
+    ) -> list[bytes]:
+        """Accounts whose present model is too far from what these parameters can have become."""
+        if all(one.fresh is None for one in said.values()):
+            return []
+        own = np.frombuffer(sketch(parameters, seed=seed), "<f4").astype(np.float64)
+        norm = math.hypot(*(torch.linalg.vector_norm(p, dtype=torch.float64).item() for p in parameters))
+        found = []
+        for account, one in said.items():
+            if one.fresh is not None and abs(one.now - epoch) <= MAX_GAP:
+                moved = math.hypot(*self.trust.step_bound(parameters, *sorted((epoch, one.now))))
+                if not is_near(own, one.fresh, moved, norm):
+                    found.append(account)
+        return found
+
+    # --- signed states ---
+
+    def take_checkpoint(self, manifest: Manifest, store: ChunkStore, **instead) -> bool:
+        """Adopt what a manifest describes, fetched. :returns: whether it was; if not, nothing has changed.
+
+        :param instead: of the epoch, lineage and order that it has
+        """
+        try:
+            metadata, tensors = store.read(self.state_tensors())
+            metadata = {**metadata, "order": manifest.order, **instead}
+            self.check_state(metadata, tensors)
+        except (OSError, ValueError, TypeError) as e:  # of another model: the monitor's mistake, or ours
+            logger.warning(f"The signed state of epoch {manifest.epoch} cannot be used: {e}")
+            return False
+        self.adopt_state(metadata, tensors)
+        self.ground_is_own(is_veteran=False)
+        self.checkpoint = store
+        self._clear()
+        return True
+
+    def fetch(
+        self, manifest: Manifest, timeout: float, on_download: Callable[[int, int], None] | None = None
+    ) -> ChunkStore | None:
+        """A signed state, whole and verified, on our disk; None if it did not come in time (s)."""
+        deadline = time.monotonic() + timeout
+        self.last_fetch = Fetched()
+        try:
+            store = ChunkStore.of(self.trust.folder, manifest)
+            while not (store.is_complete and store.verify()):
+                if time.monotonic() > deadline:
+                    return None
+                self._fetch_missing(manifest, store, deadline, on_download)
+        except (OSError, ChunksError) as e:
+            free = shutil.disk_usage(self.trust.folder).free / 1e6
+            logger.warning(f"The signed state needs {manifest.total_bytes / 1e6:,.0f} MB in {self.trust.folder}, where "
+                           f"{free:,.0f} MB are free: {e}")  # fmt: skip
+            return None
+        return store
+
+    def _fetch_missing(self, manifest: Manifest, store: ChunkStore, deadline: float, on_download) -> None:
+        result: MPFuture = MPFuture()
+        order = [str(self.trust.folder), manifest.root, manifest.total_bytes, manifest.chunk_size, result]
+        self._outer_pipe.send(("_fetch_chunks", order, {}))
+        hub = HubDonor(self.trust.fetch_from_hub, manifest, store) if self.trust.fetch_from_hub else None
+        try:
+            while time.monotonic() < deadline:
+                if on_download is not None:
+                    on_download(min(self._chunk_bytes.value, manifest.total_bytes), manifest.total_bytes)
+                with suppress(FutureTimeoutError):
+                    self._note(result.result(LOOK_EVERY))
+                    return
+        finally:
+            result.cancel()
+            if hub is not None:
+                hub.stop()
+
+    def _note(self, found: list | None) -> None:
+        if found is None:
+            raise OSError("the disk refused it")
+        complete, chunks, again, corrupt, given, seconds = found
+        self.last_fetch = Fetched(complete, chunks, again, corrupt, given, seconds)
+        for donor in corrupt:
+            self.refuse(donor, "it gave other bytes than the monitor signed")
+
+    # --- our own states, for others ---
+
+    def put_down(self, folder) -> tuple[dict, ChunkStore]:
+        """Write the state of this moment. :returns: its metadata, and where it is. Raises StateRefused, OSError."""
+        metadata, tensors, _ = self.get_current_state()
+        return metadata, ChunkStore.write(folder, metadata, tensors)
+
+    def _put_down(self) -> None:
+        """The same in the background, of the state after a step. One at a time: a slow disk skips some."""
+        if self._writing is not None and self._writing.is_alive():
+            return
+        with torch.no_grad(), self.lock_averaged_tensors:
+            metadata, tensors = self.metadata(), [tensor.detach().clone() for tensor in self.state_tensors()]
+
+        def write() -> None:
+            try:
+                self._snapshots.append(ChunkStore.write(self.trust.folder, metadata, tensors).root)
+                self._clear()
+            except OSError as e:
+                logger.warning(f"Our state of epoch {metadata['epoch']} is not kept for others: {e}")
+
+        self._writing = threading.Thread(target=write, name="put_down", daemon=True)
+        self._writing.start()
+
+    def _clear(self) -> None:
+        """Two of our own, and the last signed ones: enough for a rollback that needs no download."""
+        kept = [*self._snapshots[-2:], *self.signed]
+        ChunkStore.keep(self.trust.folder, kept + ([self.checkpoint.root] if self.checkpoint is not None else []))
+
+
+def manifest_of(
+    averager: GroundedState, folder, run_key: str, sequence: int, created_at: float, expires_at: float
+) -> tuple[Manifest, ChunkStore]:
+    """What a monitor signs of the state that its averager holds, put down in `folder`. It must be a state that was
+    judged good: signing is what makes it everybody's ground.
+
+    Raises StateRefused while statistics are on their way, OSError (disk).
+    """
+    metadata, store = averager.put_down(folder)
+    averager.signed.append(store.root)
+    manifest = Manifest(
+        run_key=run_key,
+        epoch=metadata["epoch"],
+        sequence=sequence,
+        order=metadata.get("order", 0),
+        lineage=bytes.fromhex(metadata["lineage"]),
+        root=store.root,
+        total_bytes=store.total_bytes,
+        chunk_size=store.chunk_size,
+        created_at=created_at,
+        expires_at=expires_at,
+    )
+    return manifest, store
