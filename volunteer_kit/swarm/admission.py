@@ -36,6 +36,7 @@ REASONS = {
     "banned": "is banned from this run",
 }
 KINDS = tuple(REASONS)
+MAX_SEEN = 4096  # tokens
 MAX_UNKNOWN = 4096  # peers; more than write into one record's key, or made-up ones would keep true ones out
 RENEW_BEFORE = 120.0  # s before a token's end at which its successor is looked for; it is there since 8 minutes
 
@@ -55,6 +56,8 @@ class Admission:
         self.trust, self._clock = trust, clock
         self._roster = Roster() if trust else None
         self._counts = mp.Array(ctypes.c_int64, len(CALLS) * len(KINDS))
+        # of this process: good tokens, which come with each call again; to read one takes longer than the call
+        self._seen: dict[bytes, tuple[bytes, Known]] = {}
         self._unknown: dict[PeerID, None] = {}  # of this process: authors of records whose token nobody has shown us
 
     @property
@@ -84,13 +87,20 @@ class Admission:
             return "no_token"
         if len(envelope) > MAX_TOKEN:
             return "malformed"
+        seen = self._seen.get(envelope)
+        if seen is not None and seen[0] == peer_id.to_bytes() and seen[1].expires_at >= self._clock() - SKEW:
+            return "banned" if seen[1].account in self._roster.bans.accounts else None
         try:
             token = read_token(envelope, self.trust, self._clock())
         except TokenError as error:
             return error.kind
         if token.peer_id != peer_id.to_bytes():
             return "other_peer"
-        self._roster.add(token.peer_id, Known(token.account, token.expires_at, token.role, token.username))
+        known = Known(token.account, token.expires_at, token.role, token.username)
+        self._roster.add(token.peer_id, known)
+        if len(self._seen) >= MAX_SEEN:
+            self._seen.clear()
+        self._seen[envelope] = (token.peer_id, known)
         return "banned" if token.account in self._roster.bans.accounts else None
 
     def reason_to_refuse(self, peer_id: PeerID) -> str | None:
