@@ -1,0 +1,86 @@
+"""`volunteer-kit dashboard`: serves until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import uvicorn
+
+from volunteer_kit.dashboard.app import make_app
+from volunteer_kit.dashboard.board import Board
+from volunteer_kit.dashboard.errors import DashboardError
+from volunteer_kit.dashboard.state import run_info
+from volunteer_kit.runs import RunConfig, load_run
+
+FAREWELL = 3  # s for answers that are under way; then they are cut off
+
+
+def serve(run: str | Path | RunConfig, *, folder: str | Path | None = None, host: str = "127.0.0.1", port: int = 0):
+    """Show a run's journal at http://host:port until SIGTERM or Ctrl-C. Prints one line of JSON when it listens.
+
+    :param folder: the monitor's; it need not be there yet. Default: ./RUN_ID-host/monitor
+    :param port: 0 takes a free one
+    Raises RunError, DashboardError.
+    """
+    config = run if isinstance(run, RunConfig) else load_run(run)
+    board = Board(monitor_folder(config, folder), run_info(config))
+    listener = _listen(host, port)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(board),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=FAREWELL,
+            limit_concurrency=900,
+            lifespan="off",
+        )  # fmt: skip
+    )
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has stopped
+            signal.signal(number, lambda *_: None)
+    print(json.dumps({"ready": {"url": _url(host, listener)}}), flush=True)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        board.close()
+        listener.close()
+
+
+def monitor_folder(config: RunConfig, folder: str | Path | None) -> Path:
+    """Where the monitor of this run keeps its journal, unless told."""
+    return Path(folder) if folder else Path(f"{config.run_id}-host") / "monitor"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections from now on. Raises DashboardError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=256)
+    except OSError as error:
+        raise DashboardError(
+            f"The dashboard cannot listen at {host}, port {port}: {error.strerror or error}.\n"
+            f"1. See who has the port: ss -ltnp 'sport = :{port}'\n2. Take another: --port 0 takes any that is free\n"
+            "3. An address must be this machine's: 127.0.0.1 (this machine only) or 0.0.0.0 (everybody)"
+        ) from None
+    except OverflowError:
+        raise DashboardError(f"{port} is no port: 1 to 65535, or 0 for any that is free") from None
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    name = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}/"
+
+
+def _main() -> None:  # python -m volunteer_kit.dashboard.door RUN FOLDER PORT: for tests, without the command line
+    run, folder, port = sys.argv[1:4]
+    serve(run, folder=folder, port=int(port))
+
+
+if __name__ == "__main__":
+    _main()
