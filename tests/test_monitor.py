@@ -1,0 +1,143 @@
+"""A monitor beside real workers and a real authority: it watches, keeps, signs, and brings a ruined run back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.local_swarm import ROOT
+from tests.monitored import MonitorProcess, Volunteer, monitored
+from volunteer_kit.journal import JournalReader
+from volunteer_kit.monitor.judge import MIN_RISE
+from volunteer_kit.swarm.credit_ledger import CreditLedger
+
+
+def metrics(monitor: MonitorProcess) -> list[dict]:
+    lines = (monitor.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def signed(monitor: MonitorProcess) -> list[dict]:
+    """Of its states those that are, oldest first."""
+    return [one for one in json.loads((monitor.folder / "states.json").read_text()) if one["manifest"]]
+
+
+def steps(volunteer: Volunteer) -> list[dict]:
+    """Of this volunteer, as far as told."""
+    try:
+        volunteer.wait_for(lambda event: False, timeout=0.5)
+    except AssertionError:
+        return [event for event in volunteer.events if event["event"] == "epoch"]
+
+
+def command(*words: str, folder: Path, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "volunteer_kit.cli", "monitor", *words],
+        capture_output=True, text=True, cwd=folder, timeout=timeout,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_alone_it_waits_and_ends_when_told(tmp_path):
+    with monitored(tmp_path, open_run=True) as run:
+        monitor = run.monitor()
+        ready = run.maddrs
+        monitor.wait(lambda journal: journal.latest())
+        assert monitor.stop() < 10
+        assert "not signed" in monitor.log.read_text()
+        run.maddrs = []
+        again = run.monitor(wait=False)
+        assert again.ready()["peer_id"] == ready[0].rpartition("/")[2], "the same peer after a restart"
+        done = command("watch", str(run.file), "--folder", str(again.folder), folder=tmp_path)
+        assert done.returncode == 2 and "Another monitor runs" in done.stderr
+        again.stop()
+
+
+def test_what_it_cannot_do_is_told_in_words(tmp_path):
+    with monitored(tmp_path) as run:
+        for words, said in (
+            (["watch", str(run.file), "--folder", "deep/elsewhere"], "needs the run's keys"),
+            (["rollback", str(run.file), "--to", "10"], "no monitor's folder"),
+            (["watch", str(run.file), "--trackio", "--wandb"], "one tracker"),
+        ):
+            done = command(*words, folder=tmp_path)
+            assert done.returncode == 2 and said in done.stderr, done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_that_is_ruined_on_purpose_comes_back_by_itself(tmp_path):
+    """An admitted peer sends large numbers through gradients and through state averaging, then leaves."""
+    with monitored(tmp_path) as run:
+        monitor = run.monitor()
+        ada, bob = run.volunteer("ada"), run.volunteer("bob")
+        monitor.wait_event("joined", username="ada")
+        good = monitor.wait_event("checkpoint", timeout=200)["detail"]["epoch"]
+        states = monitor.wait(lambda journal: signed(monitor))
+        assert states[0]["epoch"] == good, "judged good, and signed"
+
+        when = tmp_path / "attack"
+        mallory = run.volunteer("mallory", attack="large_numbers", when=str(when))
+        mallory.wait_epoch(1)
+        when.touch()
+        event = monitor.wait_event("rollback", timeout=100)
+        mallory.leave()
+        resumed = event["detail"]["resume_epoch"]
+        assert event["detail"]["to_epoch"] >= good
+        for volunteer in (ada, bob):
+            back = volunteer.wait_epoch(resumed + 3, timeout=100)  # the mean of one before has the ruined model in it
+            late = [one for one in steps(volunteer) if event["time"] < one["time"] and one["epoch"] < resumed]
+            assert len(late) <= 2, "it obeys within two epochs"
+            kept = max((s for s in states if s["epoch"] <= event["detail"]["to_epoch"]), key=lambda s: s["epoch"])
+            before = [one for one in steps(volunteer) if one["epoch"] <= kept["epoch"] + 1 and one["loss"]]
+            assert back["loss"] < before[-1]["loss"] + 2 * MIN_RISE
+        monitor.wait(lambda journal: journal.latest()["epoch"] >= resumed + 3)
+        rows = [row for row in metrics(monitor) if row["epoch"] > resumed]
+        assert rows[-1]["public_loss"] < 1.5
+        ledger = CreditLedger(monitor.folder / "credit.sqlite", read_only=True)
+        names = {total.username for total in ledger.totals()}
+        ledger.close()
+        assert {"ada", "bob"} <= names
+        with JournalReader(monitor.folder / "journal.sqlite") as journal:
+            assert {row["username"] for row in journal.leaderboard()} >= {"ada", "bob"}
+            assert len(journal.events(100, ("rollback",))) == 1
+        assert monitor.stop() < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_by_hand_and_after_the_death_of_a_monitor(tmp_path):
+    with monitored(tmp_path, target_batch_size=512) as run:
+        first = run.monitor(name="first")
+        volunteer = run.volunteer("ada")
+        second = run.monitor(name="second")
+        first.wait_event("checkpoint", timeout=200)
+        second.wait_event("checkpoint", timeout=100)
+
+        first.kill()  # whichever it was: the other one goes on
+        epoch = second.wait(lambda journal: journal.latest()["epoch"])
+        second.wait(lambda journal: journal.latest()["epoch"] > epoch + 12, timeout=150)
+        states = second.wait(lambda journal: signed(second))
+
+        refused = command("rollback", str(run.file), "--to", "7", "--folder", str(second.folder), folder=tmp_path)
+        assert refused.returncode == 2 and "no checkpoint of step 7. Kept are those of step" in refused.stderr
+        to = states[0]["epoch"]
+        done = command("rollback", str(run.file), "--to", str(to), "--folder", str(second.folder), folder=tmp_path)
+        assert done.returncode == 0 and f"goes back to its checkpoint of step {to}" in done.stdout, done
+        event = second.wait_event("rollback")
+        assert "host" in event["detail"]["reason"]
+        volunteer.wait_epoch(event["detail"]["resume_epoch"] + 1, timeout=100)
+
+        members = second.wait(lambda journal: journal.members())
+        second.kill()
+        again = run.monitor("--initial-peers", volunteer.wait_event("connected")["maddrs"][0], name="second")
+        time.sleep(1.0)
+        assert again.wait(lambda journal: journal.members())[0]["peer_id"] in {row["peer_id"] for row in members}
+        again.wait(lambda journal: journal.latest()["epoch"] > event["detail"]["resume_epoch"], timeout=60)
+        assert again.stop() < 10

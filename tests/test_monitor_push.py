@@ -1,0 +1,206 @@
+"""A checkpoint's way to the Hub with the real client, its model card, and what happens when the Hub refuses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hub import Hub
+
+from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
+from volunteer_kit.data.settings import DataConfig
+from volunteer_kit.monitor import errands
+from volunteer_kit.monitor.card import draw_curve, model_card
+from volunteer_kit.monitor.chore import Chore
+from volunteer_kit.monitor.errands import Errands
+from volunteer_kit.monitor.kept import Kept, KeptStates
+from volunteer_kit.monitor.notes import Notes
+from volunteer_kit.runs import build_model, load_run
+
+TOKEN, REPO = "hf_hostwriteSecret", "cats/demo-model"
+HISTORY = [{"epoch": epoch, "loss": 5.0 - epoch / 10} for epoch in range(20)]
+LEADERS = [
+    {"username": "ada", "hidden": False, "samples": 900, "seconds": 7200.0},
+    {"username": "", "hidden": True, "samples": 90, "seconds": 60.0},
+    {"username": "e|vil](http://x) <b>", "hidden": False, "samples": 10, "seconds": 60.0},
+]
+
+
+@pytest.fixture(scope="module")
+def run():
+    return load_run("demo")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("monitor")
+    named = {name: tensor.detach() for name, tensor in build_model(run).named_parameters()}
+    meta = {"epoch": 20, "run_id": run.run_id, "fingerprint": run.fingerprint, "numbers": []}
+    return save_checkpoint(folder / "checkpoints", {**named, "optimizer/x/exp_avg": torch.zeros(3)}, meta)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with Hub() as hub:
+        hub.tokens[TOKEN] = "mona"
+        hub.writers.add(TOKEN)
+        with mock.patch.dict(os.environ, hub.environment(tmp_path / "hf"), clear=True):
+            yield hub
+
+
+def task(run, checkpoint: Path, **changes) -> dict:
+    words = {
+        "repo": REPO, "checkpoint": str(checkpoint), "run": run.model_dump(mode="json"), "epoch": 20, "token": TOKEN,
+        "history": HISTORY, "leaders": LEADERS, "pictures": [],
+    }  # fmt: skip
+    return {**words, **changes}
+
+
+def finish(chore: Chore, timeout: float = 90.0) -> dict:
+    deadline = time.monotonic() + timeout
+    while (found := chore.result()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def test_a_checkpoint_is_brought_to_the_hub_and_comes_back(run, checkpoint, hub, tmp_path):
+    chore = Chore("volunteer_kit.monitor.push", 120.0)
+    picture = tmp_path / "p.png"
+    draw_curve(HISTORY, picture, "any picture")
+    chore.start(**task(run, checkpoint, pictures=[["a red circle", str(picture)], ["gone", str(tmp_path / "no.png")]]))
+    found = finish(chore)
+    assert found.get("repo") == REPO, found
+    [(name, message, files)] = hub.commits
+    assert (name, message) == (REPO, "Step 20")
+    assert set(files) == {"model.safetensors", "meta.json", "run.yaml", "loss.png", "README.md", "pictures/0.png"}
+    assert files["loss.png"].startswith(b"\x89PNG")
+    for file, content in files.items():
+        (tmp_path / "back" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "back" / file).write_bytes(content)
+    back = load_checkpoint(tmp_path / "back", fingerprint=run.fingerprint, finite=True)
+    build_model(run).load_tensors(back.model)
+    assert load_run(tmp_path / "back" / "run.yaml").fingerprint == run.fingerprint
+    assert not any(TOKEN in asked.path for asked in hub.asked)
+    assert all(asked.token is None for asked in hub.asked if asked.path.startswith("/lfs/"))
+
+    chore.start(**task(run, checkpoint, epoch=30))  # the same weights: nothing large travels again
+    assert "url" in finish(chore) and len(hub.commits) == 2
+    assert sum(asked.method == "PUT" for asked in hub.asked) == len(hub.lfs)
+
+
+def test_what_the_hub_refuses_is_told_in_words(run, checkpoint, hub):
+    chore = Chore("volunteer_kit.monitor.push", 120.0)
+    chore.start(**task(run, checkpoint, token="hf_reader"))
+    assert "401" in finish(chore)["error"]
+    assert not hub.commits
+
+
+def test_a_failed_upload_is_tried_again_later(run, checkpoint, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(errands, "RETRY_FIRST", 0.2)
+    monkeypatch.setattr(errands, "DRAW_EVERY", 1e6)
+    folder = checkpoint.parents[1]
+    notes, kept = Notes(folder / "journal.sqlite"), KeptStates(folder)
+    kept.all = [Kept(20, 0, "", checkpoint.name, confirmed=True)]
+    notes.do("set_leaderboard", [{"username": "ada", "samples": 5}, {"username": "Eve", "samples": 4}])
+    notes.do("hide", "eve", True)
+    for row in HISTORY:
+        notes.do("add_metrics", 1000.0 + row["epoch"], row["epoch"], row["loss"], 3.0, 2, 0.5, 100)
+    hub.fail("/commit/", times=1, status=403)
+    busy = Errands(run, kept, notes, REPO, TOKEN)
+    busy._draw_at = float("inf")
+    deadline = time.monotonic() + 120
+    try:
+        while not hub.commits:
+            busy.look()
+            time.sleep(0.05)
+            assert time.monotonic() < deadline
+        while not notes.do("events", 10, ("checkpoint",)):
+            busy.look()
+            time.sleep(0.05)
+            assert time.monotonic() < deadline
+    finally:
+        busy.close()
+    [failed] = notes.do("events", 10, ("warning",))
+    assert "not brought to the Hub" in failed["detail"]["reason"] and TOKEN not in str(failed)
+    card = hub.commits[0][2]["README.md"].decode()
+    assert "ada" in card and "Eve" not in card and "and 1 more" in card and "3.10 at step 19" in card
+    notes.close()
+
+
+def test_a_process_that_hangs_or_dies_is_only_an_error(tmp_path, monkeypatch):
+    (tmp_path / "strange.py").write_text(
+        "import sys, json, time\ntask = json.loads(sys.stdin.readline())\n"
+        "time.sleep(task['sleep'])\nprint(task['say'])\nsys.exit(task['code'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    chore = Chore("strange", 3.0)
+    assert chore.result() is None
+    for say, code, words in (("no json", 0, "code 0"), ("", 7, "code 7"), ('["list"]', 0, "code 0")):
+        chore.start(sleep=0, say=say, code=code)
+        assert words in finish(chore)["error"]
+    chore.start(sleep=0, say='noise\n{"good": 1}', code=0)
+    assert finish(chore) == {"good": 1}
+    hanging = Chore("strange", 0.5)
+    hanging.start(sleep=60, say="", code=0)
+    assert "longer" in finish(hanging)["error"] and not hanging.is_busy
+
+
+def test_the_answer_is_alone_on_stdout():
+    code = (
+        "from volunteer_kit.monitor.chore import do_chore\n"
+        "def work(task):\n    print('a library talks'); return {'got': task['a']}\n"
+        "raise SystemExit(do_chore(work))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input='{"a": 5}\n', capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == {"got": 5} and "a library talks" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], input="{}\n", capture_output=True, text=True, timeout=60)
+    assert "KeyError" in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_from_a_checkpoint(run, checkpoint, tmp_path):
+    chore = Chore("volunteer_kit.monitor.drawing", 120.0)
+    chore.start(run=run.model_dump(mode="json"), checkpoint=str(checkpoint), folder=str(tmp_path), epoch=20)
+    found = finish(chore)
+    assert [picture["caption"] for picture in found["pictures"]] == list(run.captions), found
+    assert all(Path(picture["path"]).parent == tmp_path / "pictures" for picture in found["pictures"])
+    chore.start(run=run.model_dump(mode="json"), checkpoint=str(tmp_path / "none"), folder=str(tmp_path), epoch=20)
+    assert "CheckpointError" in finish(chore)["error"]
+
+
+# --- the card ---
+
+
+def test_the_card_says_what_a_reader_asks(run):
+    card = model_card(run, REPO, 280, HISTORY, LEADERS, [("a red circle", "pictures/0.png")], now=0.0)
+    for words in (
+        f"hf download {REPO}", "volunteer-kit generate", "LAMB", "280 of 280, on 1970-01-01", "3.10 at step 19",
+        "![The loss over the steps](loss.png)", "drawn by volunteer-kit", "ada | 900 | 90.0% | 2.0", "and 1 more",
+        "## Limits", run.fingerprint, "(pictures/0.png)", "pipeline_tag: text-to-image",
+    ):  # fmt: skip
+        assert words in card, words
+
+
+def test_strangers_names_are_no_markup(run):
+    card = model_card(run, REPO, 280, [], LEADERS)
+    assert "](http://x" not in card and "<b>" not in card and "e\\|vil" in card
+
+
+def test_the_card_of_a_run_on_others_data_names_them():
+    data = DataConfig(kind="hub", dataset="cats/pictures@v2")
+    card = model_card(load_run("dalle-laion").model_copy(update={"data": data}), REPO, 1, [], [])
+    assert "datasets:\n- cats/pictures\n" in card and "under which licence" in card
+    assert "## By whom" not in card and "loss.png" not in card
+
+
+def test_no_curve_of_less_than_two_points(tmp_path):
+    assert draw_curve([], tmp_path / "a.png", "") is None
+    assert draw_curve([{"epoch": 1, "loss": None}, {"epoch": 2, "loss": 3.0}], tmp_path / "a.png", "") is None

@@ -1,0 +1,279 @@
+"""The loop of a monitor: attend, look, judge, keep, sign, and go back when the model is ruined."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from volunteer_kit.auth.access_token import BanList
+from volunteer_kit.home import Home
+from volunteer_kit.monitor import asked
+from volunteer_kit.monitor.credits import Credits
+from volunteer_kit.monitor.errands import Errands
+from volunteer_kit.monitor.evidence import Looker, Seen
+from volunteer_kit.monitor.judge import PROBATION, Look, is_good, should_roll_back
+from volunteer_kit.monitor.kept import Kept, KeptStates, Writer
+from volunteer_kit.monitor.lookout import Lookout, Pace
+from volunteer_kit.monitor.member import Addresses, Member
+from volunteer_kit.monitor.notes import Notes
+from volunteer_kit.monitor.people import Bans
+from volunteer_kit.monitor.recording import Recorder, Tracker
+from volunteer_kit.monitor.rescue import Disbelief, Rescue
+from volunteer_kit.monitor.signing import Signing
+from volunteer_kit.runs import RunConfig
+from volunteer_kit.swarm.credit_collector import CreditCollector
+from volunteer_kit.swarm.credit_ledger import CreditLedger
+from volunteer_kit.swarm.transfer import StateRefused
+
+CHECKPOINT_EVERY = 10  # epochs
+REMEMBERED = 300  # looks
+IDLE = 60.0  # s without a step after which the last state is kept whatever its number
+CHORES_EVERY = 0.5  # s
+SIGNED_EVERY = 15.0  # s between looks for what other monitors have signed
+
+
+class Monitor:
+    """One monitor in its folder. `close()` in any case.
+
+    :param home: the folder: identity.key, journal.sqlite, credit.sqlite, checkpoints/, states/, pictures/,
+        metrics.jsonl
+    :param checkpoint_every: epochs; the same on all monitors of a run, ten or more where states are signed
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        home: Home,
+        keys: Path | None,
+        addresses: Addresses,
+        *,
+        push_to: str | None = None,
+        token: str | None = None,
+        tracker: Tracker | None = None,
+        checkpoint_every: int = CHECKPOINT_EVERY,
+    ):
+        self.run, self._home, self._every = run, home, checkpoint_every
+        self._new_bans: deque[BanList] = deque(maxlen=1)
+        self._disbelief = Disbelief()
+        self.member = Member(run, home, keys, addresses, self._note_refusal, self._new_bans.append)
+        try:
+            self._begin(push_to, token, tracker)
+        except BaseException:
+            self.member.close()
+            raise
+
+    def _begin(self, push_to: str | None, token: str | None, tracker: Tracker | None) -> None:
+        """What writes files is opened now, after the member's processes were forked."""
+        run, member, path = self.run, self.member, self._home.path
+        self.notes = Notes(path / "journal.sqlite")
+        self._bans = Bans(path / "bans.json", run.run_id, self.notes)
+        self.kept = KeptStates(path)
+        if self.kept.all:
+            member.resume(self.kept.checkpoints / self.kept.all[-1].checkpoint)
+        member.optimizer.state_averager.signed = deque(self.kept.roots)
+        member.join()
+        self.signing = Signing(member, self.kept, self.notes) if member.signs else None
+        meta = {"run_id": run.run_id, "fingerprint": run.fingerprint, "run": run.model_dump(mode="json")}
+        self._writer = Writer(self.kept, member.tensor_names, meta, chunks=member.signs)
+        self._looker = Looker(member.step_bound, member.public_loss)
+        self._history: deque[tuple[Look, bool]] = deque(maxlen=REMEMBERED)  # and whether it was good
+        self._order = member.order
+        self._seen_epoch, self._moved_at = -1, time.monotonic()
+        self._pace = Pace()
+        name = f"monitor-{str(member.peer.peer_id)[-6:]}"
+        settings = {"project": run.run_id, "name": name, "resume": "allow"}  # a restart goes on with its curves
+        if getattr(tracker, "__name__", "") == "wandb":
+            settings["id"] = name
+        self._recorder = Recorder(
+            path / "metrics.jsonl", tracker, settings, lambda text: self.notes.complain("metrics", text) and None
+        )
+        self._lookout = Lookout(member, self.notes, self._recorder, self._pace, self._numbers)
+        self._rescue = Rescue(
+            run, member, self.kept, self.signing, self._lookout, self._disbelief, self.notes, self._pace
+        )
+        self._credits = Credits(path / "credit.sqlite", self.notes, self._collector, lambda: member.epoch, self._pause)
+        self._errands = Errands(run, self.kept, self.notes, push_to, token)
+        self._chores_at = self._signed_at = 0.0
+        if member.public_loss is None:
+            self.notes.warn("The run's samples cannot be read here: the model is judged by what volunteers report.")
+        if member.peer.client_mode:
+            self.notes.warn(
+                "Others cannot call this monitor, so volunteers alone give the states that it signs. "
+                "Open a port, and name it with --host-maddrs and --announce-maddrs."
+            )
+
+    def _note_refusal(self, peer_id: str, why: str) -> None:
+        self._disbelief.note(peer_id, why, self.member.optimizer.state_averager.refused_for_distance)
+
+    def _collector(self, ledger: CreditLedger) -> CreditCollector:
+        member, account_of = self.member, self.member.admission.account_of
+        return CreditCollector(
+            member.receipts,
+            ledger,
+            None if member.admission.is_open else account_of,
+            self._lookout.name_of,
+            member.is_monitor,
+            lambda: list(self._lookout.records),
+            max_samples=2 * self.run.target_batch_size,
+        )
+
+    def _pause(self) -> float:
+        """s: a third of an epoch."""
+        pace = self._pace.epochs_per_second(time.monotonic())
+        return 1 / (3 * pace) if pace else 30.0
+
+    def _numbers(self) -> dict[str, Any]:
+        """For a row of metrics, beside what the lookout knows."""
+        last = self._history[-1][0] if self._history else None
+        sent, received = self.member.optimizer.traffic()
+        moved = last.moved if last is not None and last.moved is not None and last.moved < 1e9 else None
+        return {
+            "samples_total": self._credits.samples if hasattr(self, "_credits") else 0,
+            "public_loss": _finite(last.public_loss) if last is not None else None,
+            "share_of_step_bound": moved,
+            "bytes_sent": sent,
+            "bytes_received": received,
+            "entries_lost": self.notes.failed + self._recorder.dropped,
+        }
+
+    def go_back_by_hand(self, to_epoch: int) -> tuple[bool, str]:
+        """:returns: whether it was ordered, and in words what was done or why it was not."""
+        done = self._rescue.go_back_by_hand(to_epoch, self._every)
+        self._follow_orders()
+        self._rescue.restraint.forget()
+        return done
+
+    @property
+    def _looks(self) -> list[Look]:
+        return [one for one, _ in self._history]
+
+    # --- one turn of the loop ---
+
+    def turn(self) -> None:
+        """To be called several times a second; may take as long as a round."""
+        self.member.attend()
+        self._follow_orders()
+        self._take_a_look()
+        for seen in self._looker.results():
+            self._judge(seen)
+        for written in self._writer.results():
+            self._has_written(written)
+        now = time.monotonic()
+        if now - self._chores_at >= CHORES_EVERY:
+            self._chores_at = now
+            self._do_chores(now)
+
+    def _do_chores(self, now: float) -> None:
+        self._follow_orders()  # what was just given up must not be signed
+        self._keep_what_is_due(now)
+        if self.signing is not None:
+            if now - self._signed_at >= SIGNED_EVERY:
+                self._signed_at = now
+                self.signing.look()
+            if self._lookout.is_our_turn:
+                self.signing.sign_what_is_due()
+            self.member.optimizer.state_averager.signed = deque(self.kept.roots)
+        asked.answer_all(self._home.path, self.go_back_by_hand)
+        self._errands.look()
+        while self._new_bans:
+            self._bans.take(self._new_bans.popleft())
+        self._rescue.look_after_the_others(self._looks, now)
+
+    def _follow_orders(self) -> None:
+        """Somebody's order was obeyed, ours or another monitor's: what came after its state is no longer the run's."""
+        if self.member.order == self._order:
+            return
+        self._order = self.member.order
+        order = self.signing.last_order() if self.signing is not None else None
+        self._pace.begin_anew()
+        if order is not None and order.sequence == self._order:
+            self._cut(order.to_epoch)
+
+    def _cut(self, to_epoch: int) -> None:
+        self._disbelief.clear()
+        self._history = deque((one for one in self._history if one[0].epoch <= to_epoch), maxlen=REMEMBERED)
+        self._try(lambda: self.kept.give_up_after(to_epoch))
+
+    def _take_a_look(self) -> None:
+        member = self.member
+        if not member.is_steady or member.epoch == self._seen_epoch:
+            return
+        self._moved_at = time.monotonic()
+        self._pace.saw(member.epoch, self._moved_at)
+        if not self._looker.is_busy:
+            self._seen_epoch = member.epoch
+            self._looker.submit(member.look(self._lookout.summary.loss))
+
+    # --- judging ---
+
+    def _judge(self, seen: Seen) -> None:
+        if seen.order != self.member.order:
+            return
+        look, before = seen.look, self._looks
+        reason = should_roll_back(before, look)
+        self._history.append((look, reason is None and is_good(before, look)))
+        if reason is not None:
+            self._rescue.help(reason, look, before)
+        else:
+            self._confirm(look.epoch)
+
+    def _confirm(self, epoch: int, probation: int = PROBATION) -> None:
+        """States that were good, and were followed by good ones, are everybody's ground from now on."""
+        for one in self.kept.waiting:
+            if epoch < one.epoch + probation or one.order != self._order:
+                continue
+            since = [good for look, good in self._history if look.epoch >= one.epoch]
+            if all(since):
+                self._try(lambda one=one: self.kept.update(one, replace(one, confirmed=True)))
+                self.notes.event("checkpoint", epoch=one.epoch)
+            else:
+                self._try(lambda one=one: self.kept.remove(one))
+
+    # --- keeping ---
+
+    def _keep_what_is_due(self, now: float) -> None:
+        member = self.member
+        if self._writer.is_busy or not member.is_steady or self._is_in_doubt:
+            return
+        last = self.kept.all[-1].epoch if self.kept.all else 0
+        new, idle = member.epoch - last, now - self._moved_at > IDLE
+        is_due = new >= self._every and (member.epoch % self._every == 0 or new >= 1.5 * self._every)
+        if new > 0 and (is_due or idle):
+            try:
+                self._writer.submit(*member.copy())
+            except StateRefused:  # statistics are on their way
+                return
+        elif idle and self.kept.waiting:
+            self._confirm(member.epoch, probation=0)
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        return bool(self._history) and not self._history[-1][1]
+
+    def _has_written(self, written: Kept | OSError) -> None:
+        if isinstance(written, OSError):
+            self.notes.warn(str(written))
+        elif written.order == self.member.order:
+            self._try(lambda: self.kept.add(written))
+
+    def _try(self, change: Callable[[], None]) -> None:
+        """Change what is kept, on a disk that may be sick."""
+        try:
+            change()
+        except OSError as error:
+            self.notes.warn(f"{self._home.path} cannot be written to: {error.strerror or error}.")
+
+    def close(self) -> None:
+        """Say goodbye; some seconds."""
+        for part in (self._errands, self._credits, self._lookout, self._looker, self._writer, self._recorder):
+            part.close()
+        self.member.close()
+        self.notes.close()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and value == value and abs(value) < 1e9 else None
