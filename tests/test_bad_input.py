@@ -100,7 +100,10 @@ def run_file(tmp_path_factory):
 def address(run_file):
     """Of a host, up while this module's tests run."""
     host = subprocess.Popen(
-        [*CLI, "host", str(run_file), "--host-maddrs", LOOPBACK], stdout=subprocess.PIPE, text=True, env=environment()
+        [*CLI, "host", str(run_file), "--no-authority", "--host-maddrs", LOOPBACK],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
     )
     try:
         yield next(line.split()[-1] for line in host.stdout if "--initial-peers" in line)

@@ -113,10 +113,13 @@ def wait_for(stream, word: str, timeout: float = 60) -> str:
     return text
 
 
+LISTEN = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_host_tells_how_to_join_and_leaves_nothing_behind(tmp_path, number):
     host = subprocess.Popen(
-        [*CLI, "host", "demo", "--identity-path", str(tmp_path / "id"), "--host-maddrs", "/ip4/127.0.0.1/tcp/0"],
+        [*CLI, "host", "demo", "--no-authority", "--identity-path", str(tmp_path / "id"), *LISTEN],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:

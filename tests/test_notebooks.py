@@ -9,11 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -22,8 +20,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from tests.demo_volunteer import demo_volunteer
-from volunteer_kit.process_group import find, kill_all
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.process_group import find
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -196,40 +193,6 @@ def test_it_installs_beside_a_torch_and_a_numpy_that_are_loaded(platform, tmp_pa
     assert int(after.split()[3]) > 100_000
 
 
-# --- the first peer's cell, with a stand-in for the peer ---
-
-TALKATIVE = """#!{python}
-import pathlib, time
-print("This peer is up. Its addresses:", "  /ip4/127.0.0.1/tcp/1/p2p/x", "Ctrl-C stops it.", sep="\\n", flush=True)
-print("a line of a log\\n" * 20_000, flush=True)
-pathlib.Path("all is said").touch()
-time.sleep(600)
-"""
-
-
-def test_the_first_peer_may_say_as_much_as_it_likes_and_there_is_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    peer = tmp_path / "python"
-    peer.write_text(TALKATIVE.format(python=sys.executable))
-    peer.chmod(0o755)
-    names = {"Path": Path, "RUN_FILE": Path("my-run.yaml"), "sys": SimpleNamespace(executable=str(peer))}
-    cell = code_cells("host_a_run.ipynb")[2]
-    exec(cell, names)
-    first = names["host"]
-    try:
-        assert names["addresses"] == ["/ip4/127.0.0.1/tcp/1/p2p/x"]
-        deadline = time.monotonic() + 20
-        while not Path("all is said").exists():
-            assert time.monotonic() < deadline, "it is held up by what nobody reads"
-            time.sleep(0.01)
-        exec(cell, names)
-        assert first.poll() is not None and names["host"].poll() is None
-    finally:
-        for process in (first, names["host"]):
-            process.kill()
-            process.wait()
-
-
 # --- top to bottom ---
 
 
@@ -291,28 +254,6 @@ def test_the_gallery_draws_with_the_model_of_a_running_swarm(tmp_path):
     assert re.search(r"8 pictures by the model of epoch \d+", said(tmp_path, "gallery.ipynb"))
     assert [out for out in outputs(tmp_path, "gallery.ipynb") if "image/png" in out.get("data", {})]
     assert (tmp_path / "gallery" / "grid.png").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_is_hosted_and_proved(tmp_path):
-    port, mark = free_port(), f"VOLUNTEER_KIT_NOTEBOOK_TEST={tmp_path.name}"
-
-    def edit(code: str) -> str:
-        return code.replace("PORT = 31337", f"PORT = {port}")
-
-    name, _, value = mark.partition("=")
-    environment = {"VOLUNTEER_KIT_HOME": str(tmp_path / "home"), name: value}
-    try:
-        execute("host_a_run.ipynb", tmp_path, edit, environment)
-    finally:
-        left = still_there(mark)
-        kill_all(NOBODY, mark)
-    text = said(tmp_path, "host_a_run.ipynb")
-    assert f"/tcp/{port}/p2p/" in text and f"/tcp/{port}/p2p/" in (tmp_path / "my-run.yaml").read_text()
-    (samples, epochs) = re.search(r"(\d+) samples of this machine entered (\d+) epochs", text).groups()
-    assert int(samples) > 0 and int(epochs) > 0
-    assert text.rstrip().endswith("The first peer has stopped.") and not left
 
 
 def still_there(mark: str) -> list[psutil.Process]:

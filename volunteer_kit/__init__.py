@@ -16,6 +16,7 @@ Exceptions, each with a message that says what happened and what to do:
     OSError
       DataError              shards or captions that cannot be read
       CheckpointError        a checkpoint that is damaged, missing or cannot be written
+      HostError              a run that cannot be hosted here as asked
       ImageTokenizerError    weights of an image tokenizer that cannot be used
       ConnectionError
         SwarmError           a swarm that cannot be joined or used
@@ -38,6 +39,7 @@ _HOMES = {
     "status": "volunteer",
     "Contribution": "volunteer",
     "host_run": "host",
+    "HostError": "host",
     "generate_images": "generate",
     "load_run": "runs",
     "RunConfig": "runs",

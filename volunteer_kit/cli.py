@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from volunteer_kit import __version__
+from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor
 from volunteer_kit.widgets.words import plain_lines
 
 app = typer.Typer(
@@ -187,28 +187,6 @@ def join(
 
 @app.command()
 @_plain_errors
-def host(
-    run: Run,
-    identity_path: Identity = None,
-    host_maddrs: HostMaddrs = None,
-    announce_maddrs: AnnounceMaddrs = None,
-    initial_peers: Peers = None,
-) -> None:
-    """Be a run's first peer: the address that volunteers join by. It does not train; Ctrl-C stops it."""
-    from volunteer_kit.host import host_run
-
-    host_run(
-        run,
-        identity_path=identity_path,
-        host_maddrs=_listed(host_maddrs) or ["/ip4/0.0.0.0/tcp/0"],
-        announce_maddrs=_listed(announce_maddrs),
-        initial_peers=_listed(initial_peers),
-        say=functools.partial(print, flush=True),
-    )
-
-
-@app.command()
-@_plain_errors
 def generate(
     captions: Annotated[list[str], typer.Argument(help="What to draw; each caption in quotes.")],
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a folder of them: the newest good one.")],
@@ -303,6 +281,10 @@ def _first_reason(error: ValueError) -> str:
 
 def _one_or_many(values: list[str] | None) -> str | list[str] | None:
     return values[0] if values and len(values) == 1 else values or None
+
+
+for _more in (cli_host, cli_machine, cli_monitor, cli_dashboard):
+    _more.add_verbs(app, _plain_errors)
 
 
 def main() -> None:

@@ -1,0 +1,333 @@
+"""`volunteer-kit doctor`: what facts mean, by tables; and real looks at real peers and servers."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hivemind.utils.multiaddr import Multiaddr
+
+from tests.network import Network, network
+from volunteer_kit.doctor import autonat, doctor, looks, verdicts
+from volunteer_kit.doctor.door import host_side
+from volunteer_kit.doctor.finding import Finding, report
+from volunteer_kit.doctor.looks import Look
+from volunteer_kit.home import Home
+from volunteer_kit.run_reader import RUN_FILES
+from volunteer_kit.swarm.peer import free_port
+
+ROOT = Path(__file__).parents[1]
+GB = 10**9
+A, B = "/ip4/203.0.113.5/tcp/1/p2p/QmA", "/ip4/203.0.113.6/tcp/1/p2p/QmB"
+NEEDED = ["torch>=2.5", "hivemind>=1.1.12"]
+
+TABLE = [
+    (verdicts.python((3, 11, 7)), "ok", "3.11.7"),
+    (verdicts.python((3, 9, 1)), "problem", "3.10"),
+    (verdicts.packages(NEEDED, {"torch": "2.13.0+cpu", "hivemind": "1.1.12", "x": "1"}, "pip x"), "ok", "torch 2.13.0"),
+    (verdicts.packages(NEEDED, {"torch": "2.4", "hivemind": "1.1.12"}, "pip x"), "problem", "torch 2.4 (needs >=2.5)"),
+    (verdicts.packages(NEEDED, {"torch": "2.6", "hivemind": None}, "pip x"), "problem", "hivemind is missing"),
+    (verdicts.packages(NEEDED, {"torch": "2.6", "hivemind": "2", "dalle": None}, "pip x"), "problem", "missing: dalle"),
+    (verdicts.packages(NEEDED, {"torch": "a-build", "hivemind": "1.2"}, "pip x"), "ok", "a-build"),
+    (verdicts.device("Tesla T4", "cuda", 14.7, ()), "ok", "14.7 GB free"),
+    (verdicts.device("CPU (2 cores)", "cpu", 9, ()), "ok", "slowly"),
+    (verdicts.device("CPU", "cpu", 9, ("The P100 is too old.\n1. Use T4",)), "warning", "P100"),
+    (verdicts.memory(26 * GB, 20 * GB, None), "ok", "needs about 1.5"),
+    (verdicts.memory(26 * GB, 20 * GB, 125_900_000), "ok", "needs about 8.4"),
+    (verdicts.memory(13 * GB, 5 * GB, 125_900_000), "warning", "5.0 of 13.0 GB"),
+    (verdicts.memory(4 * GB, 4 * GB, 125_900_000), "problem", "8.4"),
+    (verdicts.disk("/x", 50 * GB, None), "ok", "50.0 GB"),
+    (verdicts.disk("/x", 3 * GB, GB), "warning", "5.0 are needed"),
+    (verdicts.disk("/x", 0.2 * GB, None), "problem", "0.2 GB"),
+    (verdicts.open_files(float("inf")), "ok", "no limit"),
+    (verdicts.open_files(65_536), "ok", "65536"),
+    (verdicts.open_files(20_000), "warning", "20000"),
+    (verdicts.open_files(1024), "problem", "1024"),
+    (verdicts.clock(0.2, 0.6, "a.org", True), "ok", "0.2 s behind a.org"),
+    (verdicts.clock(-3.4, 0.6, "a.org", None), "warning", "3.4 s ahead of a.org"),
+    (verdicts.clock(0.2, 0.6, "a.org", False), "warning", "not set from the network"),
+    (verdicts.clock(9.0, 0.6, "a.org", True), "problem", "more than 3 s off"),
+    (verdicts.clock(None, 0, "", True), "ok", "set from the network"),
+    (verdicts.clock(None, 0, "", None), "warning", "nobody"),
+    (verdicts.hub("https://h", None, 0.4, True), "ok", "0.4 s"),
+    (verdicts.hub("https://h", "no route", 1, False), "warning", "no route"),
+    (verdicts.hub("https://h", "no route", 1, True), "problem", "no route"),
+    (verdicts.run_file(None, "demo", "b2a4c4df00", True), "ok", "b2a4c4df; everybody"),
+    (verdicts.run_file("There is no run 'x'.\n1. Look"), "problem", "no run 'x'"),
+    (verdicts.first_peers({A: "", B: ""}), "ok", "2 of 2"),
+    (verdicts.first_peers({A: "", B: "no answer"}), "warning", "1 of 2"),
+    (verdicts.first_peers({A: "no answer"}), "problem", "0 of 1"),
+    (verdicts.first_peers({}), "warning", "names none"),
+    (verdicts.first_peers({}, is_host=True), "ok", "no others"),
+    (verdicts.reach(False, "public", "reached", A), "ok", A),
+    (verdicts.reach(True, "behind a router", "reached", A), "ok", "though behind a router"),
+    (verdicts.reach(True, "behind a router", "not reached", ""), "ok", "client mode"),
+    (verdicts.reach(False, "public", "not reached", ""), "warning", "client mode"),
+    (verdicts.reach(False, "public", "not reached", "", is_host=True), "problem", "could not reach"),
+    (verdicts.reach(True, "behind a router", None, ""), "ok", "could not be checked"),
+    (verdicts.reach(False, "first", None, "", is_host=True), "warning", "could not be checked"),
+    (verdicts.authority("https://a", None, 60), "ok", "60 days"),
+    (verdicts.authority("https://a", None, 3), "warning", "3 days"),
+    (verdicts.authority("http://127.0.0.1:1", None, None), "ok", "clear text"),
+    (verdicts.authority("https://a", "HTTP 502", None), "problem", "HTTP 502"),
+    (verdicts.ports({}, False), "ok", "free"),
+    (verdicts.ports({"authority": 8000}, False), "problem", "8000 (authority)"),
+    (verdicts.ports({"authority": 8000}, True), "ok", "is running"),
+    (verdicts.late("Hub", 25), "warning", "25 s"),
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "words"), TABLE, ids=lambda value: getattr(value, "text", None) or str(value)
+)
+def test_what_facts_mean(found, level, words):
+    assert found.level == level and words in found.text
+    if level == "problem":
+        assert found.way_out
+    assert "\n" not in found.text
+
+
+def test_the_report_is_for_a_person():
+    lines = report([Finding("disk", "problem", "none left", "rm a\nrm b"), Finding("clock", "warning", "odd")])
+    assert lines[0] == "problem  disk   none left" and lines[1].endswith("-> rm a") and lines[2].endswith("-> rm b")
+    assert lines[-1] == "To be mended first: disk."
+    assert report([Finding("a", "ok", "b")])[-1] == "All is well."
+
+
+# --- looks ---
+
+
+def test_a_check_that_hangs_or_breaks_does_not_hold_up_the_others():
+    began = time.monotonic()
+    hangs = Look("x", 0.2, lambda: threading.Event().wait() or None)
+    breaks = Look("y", 9, lambda: 1 / 0)
+    assert hangs.finding() == verdicts.late("x", 0.2)
+    assert breaks.finding() == Finding("y", "warning", "could not be checked: division by zero")
+    assert time.monotonic() - began < 2
+
+
+@pytest.fixture
+def server():
+    """An HTTP server whose clock is `offset` s ahead, and which answers `status`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response_only(made.status)
+            self.send_header("Date", email.utils.formatdate(time.time() + made.offset, usegmt=True))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.offset, made.status = 0.0, 200
+    made.url = f"http://127.0.0.1:{made.server_port}"
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.mark.parametrize(("offset", "level"), [(0, "ok"), (60, "problem"), (-60, "problem")])
+def test_the_clock_is_compared_with_the_authoritys(server, offset, level, monkeypatch):
+    monkeypatch.setattr(looks, "_synchronized", lambda: None)
+    server.offset = offset
+    found = looks.clock(["http://127.0.0.1:1", server.url])
+    assert found.level == level and ("behind" in found.text) == (
+        offset > 0 or found.level == "ok" and "behind" in found.text
+    )
+
+
+def test_a_server_that_answers_with_an_error_is_told(server):
+    assert looks.hub(server.url, needed=True).level == "ok"
+    server.status = 502
+    assert looks.hub(server.url, needed=True).text.endswith("HTTP 502")
+    assert "refused" in looks.hub("http://127.0.0.1:1", needed=False).text.lower()
+
+
+def test_this_machine():
+    assert looks.packages().level == "ok"
+    assert looks.memory(None).level == "ok" and looks.disk(Path("/nowhere/at/all"), None).level in ("ok", "warning")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("dial tcp4 127.0.0.1:1: connect: connection refused", "no peer runs on that port"),
+        ("failed to negotiate: peer id mismatch: expected A, but remote key matches B", "another peer"),
+        ("", "cannot be called"),
+    ],
+)
+def test_p2pds_words(error, words):
+    from volunteer_kit.doctor.probe import in_words
+
+    assert words in in_words(error)
+
+
+# --- AutoNAT's messages ---
+
+
+def response(status: int, address: str | None = None) -> bytes:
+    inner = b"\x08" + autonat._varint(status)
+    if address:
+        inner += autonat._field(3, Multiaddr(address).to_bytes())
+    return b"\x08\x01" + autonat._field(3, inner)
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (response(0, "/ip4/45.77.0.2/tcp/4002"), ("reached", "/ip4/45.77.0.2/tcp/4002")),
+        (response(100), ("not reached", "")),
+        (response(101), (autonat.WHY_NOT[101], "")),
+        (response(300), ("the peer answered with status 300", "")),
+    ],
+)
+def test_answers_of_autonat(message, answer):
+    assert autonat.read_answer(message) == answer
+
+
+@pytest.mark.parametrize("message", [b"\x1a\x05\x08", b"\x1a", b"\xff" * 30, b"\x0d\x00\x00\x00\x00"])
+def test_what_a_stranger_sends_instead_is_refused(message):
+    with pytest.raises(ValueError):
+        autonat.read_answer(message)
+
+
+# --- the whole ---
+
+
+def run_file(folder: Path, peers: list[str], authority: str | None = None) -> Path:
+    lines = ["", "initial_peers:", *(f"  - {peer}" for peer in peers)]
+    if authority:
+        lines += ["authority:", f"  url: {authority}", f"  public_key: ed25519:{'A' * 43}"]
+    path = folder / "run.yaml"
+    path.write_text((RUN_FILES / "demo.yaml").read_text() + "\n".join(lines) + "\n")
+    return path
+
+
+def test_a_real_run_seen_from_a_volunteers_machine(peer, server, tmp_path, monkeypatch):
+    """One of two first peers is there; its authority too, and the Hub is not."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    alive = next(maddr for maddr in peer.visible_maddrs() if "127.0.0.1" in maddr)
+    said: list[str] = []
+    with socket.socket() as silent:  # nobody else can take its port, and it refuses calls
+        silent.bind(("127.0.0.1", 0))
+        port = alive.split("/")[4]
+        dead = alive.replace(f"/tcp/{port}/", f"/tcp/{silent.getsockname()[1]}/")
+        path = run_file(tmp_path, [alive, dead], server.url)
+        found = {one.name: one for one in doctor(path, home=tmp_path, say=said.append)}
+    assert found["first peers"].level == "warning" and "1 of 2" in found["first peers"].text, found["first peers"]
+    assert f"{dead}: its machine is there, but no peer runs" in found["first peers"].way_out
+    assert found["reachable"].level == "ok" and "public addresses only" in found["reachable"].text
+    assert found["authority"].level == "ok" and found["run file"].level == "ok"
+    assert found["Hub"].level == "problem" and "127.0.0.1 " in found["clock"].text
+    assert said[-1].startswith("To be mended first: Hub")
+
+
+def test_the_command_line(tmp_path):
+    """In a process of its own: nothing of it stays, and the exit code tells."""
+    script = (
+        "import typer\nfrom volunteer_kit.cli_machine import add_verbs\n"
+        "app = typer.Typer()\nadd_verbs(app, lambda verb: verb)\napp()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "doctor", "no-such-run"], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:1"}, cwd=tmp_path,
+    )  # fmt: skip
+    assert (
+        done.returncode == 1 and "problem  run file" in done.stdout and "There is no run 'no-such-run'" in done.stdout
+    )
+
+
+def test_the_hosts_side_is_found_by_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "demo-host"
+    folder.mkdir()
+    port = free_port()
+    saved = {"run_id": "demo", "peer_id": "QmX", "port": port, "host_maddrs": [f"/ip4/0.0.0.0/tcp/{free_port()}"]}
+    (folder / "host.json").write_text(json.dumps(saved))
+    assert host_side("demo", "other", None) is None
+    for place in (host_side("demo", "demo", None), host_side(folder / "run.yaml", "demo", None)):
+        assert place and not place.is_running and place.saved["port"] == port
+    home = Home(folder)
+    assert home.lock("host") and host_side("demo", "demo", folder).is_running
+    home.unlock()
+    own = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/QmX"
+    with ThreadingHTTPServer(("127.0.0.1", port), BaseHTTPRequestHandler):
+        found = {one.name: one for one in doctor(run_file(tmp_path, [own]), say=lambda line: None)}
+    assert found["ports"].level == "problem" and str(port) in found["ports"].text
+    assert found["first peers"].level == "ok"  # its own is not asked for before it is up
+
+
+class PublicNetwork(Network):
+    """With addresses that AutoNAT takes for public ones."""
+
+    @staticmethod
+    def address(number: int) -> str:
+        return f"45.77.0.{number}"
+
+
+SERVE = """
+import asyncio
+from hivemind.p2p import P2P
+
+async def main():
+    p2p = await P2P.create(host_maddrs=["/ip4/45.77.0.1/tcp/4001"], startup_timeout=60)
+    print((await p2p.get_visible_maddrs())[0], flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+CLOSED = """
+import asyncio, sys
+from hivemind.p2p import P2P, PeerID
+from volunteer_kit.doctor.autonat import call_back
+
+async def main():  # it listens where nobody can call
+    p2p = await P2P.create(initial_peers=sys.argv[1:], host_maddrs=["/ip4/127.0.0.1/tcp/4002"], startup_timeout=60)
+    peer = PeerID.from_base58(sys.argv[1].rpartition("/")[2])
+    print((await call_back(p2p, peer, ["/ip4/45.77.0.2/tcp/4002"])).status)
+    await p2p.shutdown()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_another_peer_says_whether_it_can_call_this_machine(monkeypatch):
+    monkeypatch.setattr("tests.network.Network", PublicNetwork)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with network(2) as net:
+        server = subprocess.Popen(
+            ["ip", "netns", "exec", net.machines[0], sys.executable, "-c", SERVE],
+            stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        try:
+            address = server.stdout.readline().strip()
+
+            def ask(*command: str) -> str:
+                done = subprocess.run(
+                    ["ip", "netns", "exec", net.machines[1], sys.executable, *command, address],
+                    capture_output=True, text=True, env=environment, timeout=120, check=True,
+                )  # fmt: skip
+                return done.stdout.splitlines()[-1]
+
+            found = json.loads(ask("-m", "volunteer_kit.doctor.probe", "peer", "0"))
+            assert found["results"] == {address: ""} and not found["client_mode"]
+            assert found["answer"] == "reached" and found["address"].startswith("/ip4/45.77.0.2/tcp/")
+            assert ask("-c", CLOSED) == "not reached"
+        finally:
+            os.killpg(server.pid, 9)
+            server.wait()

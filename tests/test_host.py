@@ -1,0 +1,344 @@
+"""`volunteer-kit host`: what it keeps up, with stand-ins for its processes; and once with a real first peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from volunteer_kit.host.folder import NO_GROUP, HostFolder
+from volunteer_kit.host.watch import News, Part, Patience, Watch
+from volunteer_kit.process_group import find
+from volunteer_kit.swarm.peer import free_port
+
+ROOT = Path(__file__).parents[1]
+UP, TIMEOUT = "Ctrl-C stops it", 40.0
+
+
+class Hosted:
+    """tests/hosted.py in a process of its own, and what it says."""
+
+    def __init__(self, folder: Path, *, ports: list[int] | None = None, run: str | Path = "demo", **environment: str):
+        self.folder, self.ports = HostFolder(folder), ports
+        extra = {"PYTHONPATH": str(ROOT), "PORTS": " ".join(map(str, ports or ())), **environment}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.hosted", str(run), str(folder)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **extra},
+            cwd=folder.parent, start_new_session=True,
+        )  # fmt: skip
+        self.text = ""
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def wait_for(self, word: str) -> str:
+        """What it said until `word`."""
+        deadline = time.monotonic() + TIMEOUT
+        while word not in self.text:
+            line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert line, self.text
+            self.text += line
+        return self.text
+
+    def parts(self) -> list[psutil.Process]:
+        return [psutil.Process(pid) for pid in find(NO_GROUP, self.folder.mark)]
+
+    def part(self, verb: str) -> psutil.Process:
+        return next(p for p in self.parts() if verb in p.cmdline() and "volunteer_kit.host.child" in p.cmdline())
+
+    def starts(self, verb: str) -> int:
+        (file,) = self.folder.path.rglob(f"{verb}.starts")
+        return len(file.read_text())
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=20)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in self.parts():
+            process.kill()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Makes hosts in tmp_path/F; none of their processes stays."""
+    made = []
+
+    def make(**settings) -> Hosted:
+        made.append(Hosted(tmp_path / "F", **settings))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.close()
+
+
+def ports() -> list[int]:
+    found: set[int] = set()
+    while len(found) < 3:
+        found.add(free_port())
+    return list(found)
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def until(condition, what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+# --- from start to end ---
+
+
+def test_it_says_how_to_join_serves_the_run_file_and_ends_in_order(hosts):
+    chosen = ports()
+    host = hosts(ports=chosen)
+    text = host.wait_for(UP)
+    link = f"http://127.0.0.1:{chosen[0]}/run.yaml"
+    assert f'join_swarm("{link}")' in text and f"volunteer-kit join {link}" in text
+    assert f"http://127.0.0.1:{chosen[0]}/moderate" in text and f"http://127.0.0.1:{chosen[1]}/" in text
+    served = get(link)
+    assert served == host.folder.run_file.read_text()
+    assert f"/ip4/127.0.0.1/tcp/{chosen[2]}/p2p/QmPeer" in served and "ed25519:" in served
+    assert "# 32x32 pixels -> 8x8 codes" in served  # the author's comments
+    groups = {os.getpgid(p.pid) for p in host.parts()}
+    assert len(groups) == 4 and os.getpgid(host.process.pid) not in groups  # Ctrl-C reaches the host alone
+    began = time.monotonic()
+    assert host.end(signal.SIGINT) == 0
+    assert time.monotonic() - began < 15 and not host.parts()
+    ended = (host.folder.path.parent / "ends").read_text() + (host.folder.path / "ends").read_text()
+    assert sorted(ended.split()) == ["authority", "dashboard", "first-peer", "monitor"]
+    assert (host.folder.path.parent / "ends").read_text().split() == ["authority", "first-peer"]
+
+
+def test_killed_nothing_stays_and_the_next_start_is_the_same(hosts):
+    """Without ports named: those of the first start are remembered."""
+    host = hosts()
+    host.wait_for(UP)
+    before = host.folder.run_file.read_text(), (host.folder.keys / "root.pem").read_bytes(), host.folder.read()
+    assert before[2]["peer_id"] == "QmPeer" and before[2]["port"] and before[2]["dashboard_port"]
+    left = host.parts()
+    assert len(left) == 4
+    host.process.kill()
+    host.process.wait()
+    assert not psutil.wait_procs(left, timeout=12)[1]
+    again = hosts()
+    again.wait_for(UP)
+    assert before == (
+        again.folder.run_file.read_text(),
+        (again.folder.keys / "root.pem").read_bytes(),
+        again.folder.read(),
+    )
+    assert again.end() == 0
+
+
+@pytest.mark.slow
+def test_what_a_killed_host_left_behind_is_gone_before_the_next_begins(hosts):
+    """A part that does not hear SIGTERM holds its port until it is killed."""
+    host = hosts(ports=ports())
+    (host.folder.path).mkdir(exist_ok=True)
+    (host.folder.path / "authority.deaf").touch()
+    host.wait_for(UP)
+    deaf = host.part("authority")
+    host.process.kill()
+    host.process.wait()
+    assert deaf.is_running()
+    again = hosts()
+    text = again.wait_for(UP)
+    assert "What an earlier host left behind has ended" in text
+    assert not psutil.wait_procs([deaf], timeout=5)[1]
+
+
+def test_what_dies_is_started_again(hosts):
+    host = hosts(ports=ports())
+    host.wait_for(UP)
+    others = {p.pid for p in host.parts()} - {host.part("monitor").pid}
+    host.part("monitor").kill()
+    text = host.wait_for("monitor is up again")
+    assert "monitor was killed (SIGKILL)" in text and "starts again in" in text
+    assert host.starts("monitor") == 2 and host.starts("authority") == 1
+    assert others < {p.pid for p in host.parts()}
+
+
+def test_what_dies_again_and_again_is_given_up_and_the_rest_goes_on(hosts, tmp_path):
+    (tmp_path / "F" / "monitor").mkdir(parents=True)
+    (tmp_path / "F" / "monitor" / "dashboard.dies").touch()
+    chosen = ports()
+    host = hosts(ports=chosen)
+    text = host.wait_for(UP)
+    assert "dashboard ended with exit code 3, too often: given up" in text and "The reason is in line 7." in text
+    assert "Without: dashboard" in text and host.starts("dashboard") == 3
+    assert "run_id: demo" in get(f"http://127.0.0.1:{chosen[0]}/run.yaml")
+    assert host.end() == 0
+
+
+def test_without_its_first_peer_a_run_cannot_begin(hosts, tmp_path):
+    (tmp_path / "F").mkdir()
+    (tmp_path / "F" / "first-peer.dies").touch()
+    host = hosts(ports=ports())
+    host.wait_for("The reason is in line 7.")
+    assert host.process.wait(timeout=20) == 2 and not host.parts()
+
+
+def test_two_hosts_of_one_folder_do_not_run_at_once(hosts):
+    host = hosts(ports=ports())
+    host.wait_for(UP)
+    second = hosts()
+    assert "Another host runs in" in second.wait_for("--folder PATH")
+    assert second.process.wait(timeout=20) == 2
+    assert host.process.poll() is None and len(host.parts()) == 4
+
+
+def test_another_runs_folder_is_refused(hosts, tmp_path):
+    (tmp_path / "F").mkdir()
+    (tmp_path / "F" / "host.json").write_text('{"run_id": "other"}')
+    host = hosts()
+    assert "is of the run 'other', not 'demo'" in host.wait_for("run file of that run")
+
+
+def test_a_port_that_somebody_has_is_told_before_anything_starts(hosts):
+    chosen = ports()
+    with socket.create_server(("127.0.0.1", chosen[1])):
+        host = hosts(ports=chosen)
+        assert f"Port {chosen[1]} (--dashboard-port) is taken" in host.wait_for("choose another port")
+    assert not list(host.folder.path.rglob("*.starts"))
+
+
+def test_a_token_of_the_environment_is_for_the_monitor_only(hosts):
+    host = hosts(ports=ports(), HF_TOKEN="hf_secret")
+    host.wait_for(UP)
+    has_it = {p.cmdline()[5] for p in host.parts() if p.environ().get("HF_TOKEN")}
+    assert has_it == {"monitor"}
+
+
+@pytest.mark.slow
+def test_a_real_first_peer_has_the_same_address_after_a_kill(hosts):
+    host = hosts(ports=ports(), REAL_PEER="1")
+    host.wait_for(UP)
+    peer_id, run_file = host.folder.read()["peer_id"], host.folder.run_file.read_text()
+    assert f"/p2p/{peer_id}" in run_file and host.folder.identity.stat().st_mode & 0o077 == 0
+    left = host.parts()
+    assert len(left) > 5  # the peer's own
+    host.process.kill()
+    host.process.wait()
+    assert not psutil.wait_procs(left, timeout=20)[1]
+    again = hosts(REAL_PEER="1")
+    again.wait_for(UP)
+    assert again.folder.run_file.read_text() == run_file
+    left = again.parts()
+    assert again.end() == 0 and not psutil.wait_procs(left, timeout=5)[1]
+
+
+# --- one process ---
+
+
+@pytest.mark.parametrize(
+    ("crashes", "pauses"),
+    [
+        ([0, 1, 2], [1, 2, 4]),
+        ([0, 1, 2, 3, 4, 5], [1, 2, 4, 8, 16, None]),
+        ([0, 400, 800, 1200, 1600, 2000, 2400], [1] * 7),  # rarely: for ever
+    ],
+)
+def test_pauses_grow_and_there_is_an_end(crashes, pauses):
+    patience = Patience()
+    assert [patience.crashed(now) for now in crashes] == pauses
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """Makes a Watch of a script; news arrive in `.news`."""
+    made = []
+
+    def make(script: str, **settings) -> Watch:
+        module = tmp_path / f"part{len(made)}.py"
+        module.write_text(script)
+        news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        part = Part("part", (module.stem,), **settings)
+        found = Watch(part, tmp_path / "logs" / "part.log", f"MARK={tmp_path}", news.put, Patience(most=2, first=0.05))
+        found.news = news
+        made.append(found)
+        found.start()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        yield make
+    for one in made:
+        one.begin_stop()
+        one.kill()
+        one.join(10)
+
+
+def test_the_log_is_bounded(watch, tmp_path):
+    watch("for _ in range(12): print('x' * 1_000_000)\nimport time; time.sleep(100)\n")
+    until(lambda: (tmp_path / "logs" / "part.log.1").exists(), "no second log")
+    sizes = [path.stat().st_size for path in (tmp_path / "logs").iterdir()]
+    assert len(sizes) == 2 and max(sizes) <= 5_000_000
+
+
+def test_who_is_not_up_in_time_is_started_again(watch):
+    one = watch("import time\ntime.sleep(100)\n", ready_within=0.3)
+    assert "was not up after 0 s" in one.news.get(timeout=20).text
+    assert one.news.get(timeout=20).kind == "gave_up"
+
+
+def test_the_parts_own_reason_is_told(watch):
+    one = watch('print(\'{"error": "The port is taken.\\\\n1. Another"}\')\nraise SystemExit(2)\n')
+    assert "says: The port is taken" in one.news.get(timeout=20).text
+
+
+def test_stdin_is_the_leash_and_not_the_parts(watch):
+    one = watch('import sys\nprint(\'{"ready": {"read": %d}}\' % len(sys.stdin.read()), flush=True)\ninput()\n')
+    assert one.news.get(timeout=20).kind == "ready" and one.ready == {"read": 0}
+
+
+def test_all_of_a_part_ends_with_it(watch):
+    script = (
+        "import json, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(json.dumps({'ready': {'pid': child.pid}}), flush=True)\n"
+        "import signal; signal.pause()\n"
+    )
+    one = watch(script)
+    assert one.news.get(timeout=20).kind == "ready"
+    grandchild = psutil.Process(one.ready["pid"])
+    one.kill()
+    assert one.news.get(timeout=20).kind == "restarting"
+    assert not psutil.wait_procs([grandchild], timeout=5)[1]
+
+
+def test_host_json_that_cannot_be_read_is_not_guessed(tmp_path):
+    from volunteer_kit.host import HostError
+
+    folder = HostFolder(tmp_path)
+    assert folder.read() == {}
+    for text in ("{", "[]"):
+        (tmp_path / "host.json").write_text(text)
+        with pytest.raises(HostError, match="backup"):
+            folder.read()
+    folder.save({"run_id": "a"})
+    assert json.loads((tmp_path / "host.json").read_text()) == {"run_id": "a"}

@@ -1,0 +1,109 @@
+"""notebooks/host_a_run.ipynb: its first peer's cell with a stand-in, and all of it from top to bottom."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.test_notebooks import NOBODY, ROOT, code_cells, execute, prose, said, still_there
+from volunteer_kit.process_group import kill_all
+from volunteer_kit.swarm.peer import free_port
+
+NAME = "host_a_run.ipynb"
+TALKATIVE = """#!{python}
+import pathlib, sys, time
+pathlib.Path("words").write_text("\\n".join(sys.argv[1:]))
+print("The run my-run is up.", "  peer  /ip4/127.0.0.1/tcp/1/p2p/x", "Ctrl-C stops it.", sep="\\n", flush=True)
+print("a line of a log\\n" * 20_000, flush=True)
+pathlib.Path("all is said").touch()
+time.sleep(600)
+"""
+
+
+def cell(word: str) -> str:
+    (found,) = [code for code in code_cells(NAME) if word in code]
+    return found
+
+
+@pytest.mark.parametrize("trial", [True, False])
+def test_the_host_may_say_as_much_as_it_likes_and_there_is_one(tmp_path, monkeypatch, trial):
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "python"
+    python.write_text(TALKATIVE.format(python=sys.executable))
+    python.chmod(0o755)
+    names = {
+        "Path": Path, "RUN_FILE": Path("my-run.yaml"), "TRIAL": trial, "sys": SimpleNamespace(executable=str(python))
+    }  # fmt: skip
+    code = (
+        cell("host = Popen").replace('PUBLIC_IP = ""', 'PUBLIC_IP = "203.0.113.5"').replace('NAME = ""', 'NAME = "a.b"')
+    )
+    exec(code, names)
+    first = names["host"]
+    try:
+        assert names["addresses"] == ["/ip4/127.0.0.1/tcp/1/p2p/x"]
+        deadline = time.monotonic() + 20
+        while not Path("all is said").exists():
+            assert time.monotonic() < deadline, "it is held up by what nobody reads"
+            time.sleep(0.01)
+        words = Path("words").read_text().split("\n")
+        assert ("--no-authority" in words) is trial and ("--behind-proxy" in words) is not trial
+        assert "/ip4/203.0.113.5/tcp/31337" in words
+        assert ("https://a.b" in words) is not trial
+        exec(code, names)
+        assert first.poll() is not None and names["host"].poll() is None
+    finally:
+        for process in (first, names["host"]):
+            process.kill()
+            process.wait()
+
+
+def test_the_words_of_the_host_are_options_of_the_kit():
+    """What cells and prose tell people to type."""
+    from typer.main import get_command
+
+    from tests.test_host_files import APP
+
+    start = get_command(APP).commands["host"].commands["start"]
+    known = {option for parameter in start.params for option in parameter.opts}
+    told = set(re.findall(r"--[a-z-]+", cell("host = Popen")))
+    for line in re.findall(r"volunteer-kit host (?!init)[^`\n]*", prose(ROOT / "notebooks" / NAME)):
+        told |= set(re.findall(r"--[a-z-]+", line))
+    assert told <= known and len(told) > 6
+
+
+def test_it_is_the_complete_recipe():
+    text = prose(ROOT / "notebooks" / NAME)
+    for words in (
+        "The machine", "31337/tcp", "host-maddrs", "announce-maddrs", "identity_path", "https", "moderators",
+        "checkpoints", "two volunteers", "What to watch", "Ban", "rollback", "reboot", "another machine",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_is_hosted_and_proved_by_two_volunteers(tmp_path):
+    port, mark = free_port(), f"VOLUNTEER_KIT_NOTEBOOK_TEST={tmp_path.name}"
+
+    def edit(code: str) -> str:
+        return code.replace("PORT = 31337", f"PORT = {port}")
+
+    name, _, value = mark.partition("=")
+    environment = {"VOLUNTEER_KIT_HOME": str(tmp_path / "home"), name: value}
+    try:
+        execute(NAME, tmp_path, edit, environment)
+    finally:
+        left = still_there(mark)
+        kill_all(NOBODY, mark)
+    text = said(tmp_path, NAME)
+    assert f"/tcp/{port}/p2p/" in text and f"/tcp/{port}/p2p/" in (tmp_path / "my-run.yaml").read_text()
+    (samples, epochs) = re.search(r"(\d+) samples of this machine entered (\d+) epochs", text).groups()
+    assert int(samples) > 0 and int(epochs) > 0
+    assert json.loads((tmp_path / "second-volunteer" / "totals.json").read_text())["samples"] > 0
+    assert text.rstrip().endswith("The host has stopped.") and not left

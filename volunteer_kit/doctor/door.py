@@ -1,0 +1,175 @@
+"""A checkup of this machine, and of a run as it looks from here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from volunteer_kit.doctor import looks, verdicts
+from volunteer_kit.doctor.finding import Finding, report
+from volunteer_kit.doctor.looks import Look
+
+SHORT, LOADING, PEERS = 25.0, 60.0, 90.0  # s that a check may take; importing torch on two busy cores takes 20
+HUB = "https://huggingface.co"
+
+
+class HostSide(NamedTuple):
+    """What the folder of a host says."""
+
+    folder: Path
+    saved: dict[str, Any]  # host.json
+    is_running: bool
+
+
+def doctor(
+    run: str | Path | None = None,
+    *,
+    folder: str | Path | None = None,
+    home: str | Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Finding]:
+    """Look at everything at the same time, and tell what is wrong and what to do.
+
+    :param run: a run's name, file, link or Hub id; None: only this machine
+    :param folder: of the run's host, if this machine is it; found by itself where `volunteer-kit host` left it
+    :param home: where a volunteer's files go; default: $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit
+    :returns: all findings; taking part can succeed if none is a problem
+    """
+    pending = [
+        Look("packages", SHORT, looks.packages),
+        Look("device", LOADING, lambda: looks.device(LOADING - 1)),
+        Look("open files", SHORT, looks.open_files),
+    ]
+    findings = [verdicts.current_python()]
+    config, run_finding = _load(run) if run is not None else (None, None)
+    pending += _looks_that_depend_on(config, _home(home))
+    findings += [look.finding() for look in pending]
+    if run_finding is not None:
+        findings.append(run_finding)
+    if config is not None:
+        findings += _of_run(config, host_side(run, config.run_id, folder))
+    for line in report(findings):
+        say(line)
+    return findings
+
+
+def _load(run: str | Path) -> tuple[Any, Finding]:
+    """The run, if it can be read within a minute."""
+    loaded: list[Any] = []
+
+    def load() -> Finding:
+        from volunteer_kit.run_reader import RunError
+        from volunteer_kit.runs import load_run
+
+        try:
+            config = load_run(run)
+        except RunError as error:
+            return verdicts.run_file(str(error))
+        loaded.append(config)
+        return verdicts.run_file(None, config.run_id, config.fingerprint, is_open=config.authority is None)
+
+    finding = Look("run file", LOADING, load).finding()
+    return (loaded[0] if loaded else None), finding
+
+
+def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
+    parameters = state = None
+    if config is not None:
+        from volunteer_kit.runs import parameters_of, state_bytes
+
+        parameters, state = parameters_of(config), state_bytes(config)
+    endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    has_authority = config is not None and config.authority is not None
+    needs_hub = has_authority or (config is not None and _reads_from_hub(config))
+    clocks = [config.authority.url] if has_authority else []
+    return [
+        Look("memory", SHORT, lambda: looks.memory(parameters)),
+        Look("disk", SHORT, lambda: looks.disk(home, state)),
+        Look("Hub", SHORT, lambda: looks.hub(endpoint, needs_hub)),
+        Look("clock", 2 * SHORT, lambda: looks.clock([*clocks, endpoint])),
+    ]
+
+
+def _reads_from_hub(config: Any) -> bool:
+    return config.data.kind == "hub" or config.text_tokenizer.startswith("hub:")
+
+
+def _of_run(config: Any, host: HostSide | None) -> list[Finding]:
+    own = str(host.saved.get("peer_id")) if host else ""
+    is_running = bool(host and host.is_running)
+    addresses = [a for a in config.initial_peers if is_running or not own or not a.endswith(own)]
+    port = 0
+    later: list[Look] = []
+    if config.authority is not None and (host is None or is_running):
+        later.append(Look("authority", 2 * SHORT, lambda: looks.authority(config)))
+    if host is not None:
+        later.append(Look("ports", SHORT, lambda: _ports(host)))
+        port = 0 if is_running else _peer_port(host.saved)
+    both: list[Finding] = []
+
+    def peers() -> Finding:
+        both.extend(looks.first_peers_and_reach(addresses, port, PEERS - 1, host is not None, not is_running))
+        return both[0]
+
+    first = Look("first peers", PEERS, peers).finding()
+    found = both or [first, Finding("reachable", "warning", "could not be checked, as no peer could be started here")]
+    return [*found, *(look.finding() for look in later)]
+
+
+def host_side(run: str | Path | None, run_id: str, folder: str | Path | None) -> HostSide | None:
+    """Is this machine the run's host? Then its folder is named, or holds the run file, or lies where it is made."""
+    places = [Path(folder)] if folder else [Path(str(run)).expanduser().parent, Path(f"{run_id}-host")]
+    for place in places:
+        try:
+            saved = json.loads((place / "host.json").read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(saved, dict) and saved.get("run_id") == run_id:
+            return HostSide(place, saved, _is_locked(place / "host.lock"))
+    return None
+
+
+def _is_locked(path: Path) -> bool:
+    import fcntl
+
+    try:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _ports(host: HostSide) -> Finding:
+    import socket
+
+    wanted = {"authority": host.saved.get("port"), "dashboard": host.saved.get("dashboard_port")}
+    wanted["first peer"] = _peer_port(host.saved)
+    taken = {}
+    for what, port in wanted.items():
+        if not isinstance(port, int) or not port or host.is_running:
+            continue
+        with socket.socket() as probe:
+            probe.settimeout(2)
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                taken[what] = port
+    return verdicts.ports(taken, host.is_running)
+
+
+def _peer_port(saved: dict[str, Any]) -> int:
+    for maddr in saved.get("host_maddrs") or ():
+        words = str(maddr).split("/")
+        if "tcp" in words[:-1] and words[words.index("tcp") + 1].isdecimal():
+            return int(words[words.index("tcp") + 1])
+    return 0
+
+
+def _home(home: str | Path | None) -> Path:
+    from volunteer_kit.home import Home
+
+    return Path(home).expanduser() if home else Home(None).root

@@ -1,0 +1,228 @@
+"""Looking at this machine and at a run; what it means is in verdicts.py. Each look ends by itself, or is cut off."""
+
+from __future__ import annotations
+
+import email.utils
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import requests
+
+from volunteer_kit.device.machine import usable_memory
+from volunteer_kit.doctor import verdicts
+from volunteer_kit.doctor.finding import Finding
+
+if TYPE_CHECKING:
+    from volunteer_kit.runs import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_WITHIN = 10.0  # s for one question over HTTP
+
+
+class Look:
+    """One check, begun at once in a thread of its own."""
+
+    def __init__(self, name: str, within: float, look: Callable[[], Finding]):
+        self.name, self._within = name, within
+        self._began = time.monotonic()
+        self._found: Finding | None = None
+        self._thread = threading.Thread(target=self._run, args=(look,), daemon=True)
+        self._thread.start()
+
+    def finding(self) -> Finding:
+        """Waits for it, not longer than it may take."""
+        self._thread.join(max(0.0, self._began + self._within - time.monotonic()))
+        return self._found or verdicts.late(self.name, self._within)
+
+    def _run(self, look: Callable[[], Finding]) -> None:
+        try:
+            self._found = look()
+        except Exception as error:  # a check that cannot be made must not hide the others
+            what = str(error).partition("\n")[0][:160] or type(error).__name__
+            self._found = Finding(self.name, "warning", f"could not be checked: {what}")
+
+
+# --- this machine ---
+
+
+def packages() -> Finding:
+    from volunteer_kit.model.upstream import INSTALL_LINE
+
+    listed = ROOT / "requirements.txt"
+    if listed.is_file():  # a checkout
+        required = [line for line in listed.read_text().splitlines() if line and not line.startswith("#")]
+    else:
+        required = [line for line in importlib.metadata.requires("volunteer-kit") or () if "extra ==" not in line]
+    names = [re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in required]
+    unlisted = [word.partition("==")[0] for word in INSTALL_LINE.split() if "==" in word]
+    installed = {name: _version(name) for name in [*names, *unlisted]}
+    return verdicts.packages(required, installed, f"python -m {INSTALL_LINE}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device(within: float) -> Finding:
+    found = probe(["device"], within)
+    return verdicts.device(found["name"], found["kind"], found["free_gb"], found["problems"])
+
+
+def memory(parameters: int | None) -> Finding:
+    return verdicts.memory(*usable_memory(), parameters)
+
+
+def disk(folder: Path, state_bytes: int | None) -> Finding:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return verdicts.disk(str(folder), shutil.disk_usage(there).free, state_bytes)
+
+
+def open_files() -> Finding:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return verdicts.open_files(float("inf") if hard == resource.RLIM_INFINITY else hard)
+
+
+def clock(urls: Sequence[str]) -> Finding:
+    """Against the first of these that tells the time."""
+    for url in urls:
+        before = time.time()
+        with suppress(requests.RequestException):
+            answer = requests.head(url, timeout=ANSWER_WITHIN, allow_redirects=False)
+            after = time.time()
+            told = (
+                email.utils.parsedate_to_datetime(answer.headers.get("Date", "")) if "Date" in answer.headers else None
+            )
+            if told is not None:  # whole seconds, cut off: on average half a one more
+                offset = told.timestamp() + 0.5 - (before + after) / 2
+                name = urlsplit(url).hostname or url
+                return verdicts.clock(offset, 0.5 + (after - before) / 2, name, _synchronized())
+    return verdicts.clock(None, 0.0, "", _synchronized())
+
+
+def _synchronized() -> bool | None:
+    """Whether the system says that its clock follows the network's; None: it does not say."""
+    command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"yes": True, "no": False}.get(said)
+
+
+def hub(endpoint: str, needed: bool) -> Finding:
+    began = time.monotonic()
+    error = _http_error(endpoint)
+    return verdicts.hub(endpoint, error, time.monotonic() - began, needed)
+
+
+def _http_error(url: str) -> str | None:
+    """Why it does not answer, or answers with an error of its own; None: it answers."""
+    try:
+        answer = requests.get(url, timeout=ANSWER_WITHIN, allow_redirects=False, stream=True)
+        answer.close()
+    except requests.exceptions.SSLError as error:
+        return f"its certificate is not accepted ({_reason(error)})"
+    except requests.exceptions.Timeout:
+        return f"no answer within {ANSWER_WITHIN:.0f} s"
+    except requests.RequestException as error:
+        return _reason(error)
+    return f"HTTP {answer.status_code}" if answer.status_code >= 400 else None
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost words of a nested error."""
+    text = str(error)
+    found = re.search(r"\[Errno -?\d+\] ([^)'\"]+)|certificate verify failed: ([^(]+)", text)
+    return (found[1] or found[2]).strip() if found else type(error).__name__
+
+
+# --- a run ---
+
+
+def first_peers_and_reach(
+    addresses: Sequence[str], port: int, within: float, is_host: bool, may_ask: bool
+) -> tuple[Finding, Finding]:
+    """By one p2pd for both. :param port: to listen on; 0: any. :param may_ask: the port is ours to be tried"""
+    if not addresses:
+        nobody = verdicts.reach(False, "nobody is named who could call this machine", None, "", is_host)
+        return verdicts.first_peers({}, is_host), nobody
+    try:
+        found = probe(["peer", str(port), *addresses], within)
+    except subprocess.TimeoutExpired:
+        return verdicts.late("first peers", within), verdicts.late("reachable", within)
+    answer = found["answer"] if may_ask else "the running host has the port"
+    return (
+        verdicts.first_peers(found["results"], is_host),
+        verdicts.reach(found["client_mode"], found["why"], answer, found["address"], is_host),
+    )
+
+
+def authority(config: RunConfig) -> Finding:
+    from volunteer_kit.auth.access_token import Trust
+
+    assert config.authority is not None
+    url = config.authority.url.rstrip("/")
+    try:
+        Trust.of(config.run_id, config.authority.public_key)
+    except ValueError as error:
+        return Finding("authority", "problem", f"public_key: {error}", "Ask the host for its run file.")
+    parts = urlsplit(url)
+    if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
+        error = "it is not https, and logins would pass in clear text"
+    else:
+        error = _http_error(f"{url}/v1/run")
+    days = None
+    if error is None and parts.scheme == "https":
+        days = (_certificate_end(parts.hostname or "", parts.port or 443) - time.time()) / 86_400
+    return verdicts.authority(url, error, days)
+
+
+def _certificate_end(host: str, port: int) -> float:
+    """s since 1970. Raises OSError."""
+    context = ssl.create_default_context()
+    bundle = os.environ.get("REQUESTS_CA_BUNDLE")
+    if bundle:
+        context.load_verify_locations(bundle)
+    with socket.create_connection((host, port), timeout=ANSWER_WITHIN) as plain:
+        with context.wrap_socket(plain, server_hostname=host) as line:
+            return ssl.cert_time_to_seconds(line.getpeercert()["notAfter"])
+
+
+def probe(words: Sequence[str], within: float) -> dict:
+    """probe.py's line; it and all that it started are ended after `within` s. Raises TimeoutExpired, OSError."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "volunteer_kit.doctor.probe", *words],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path, "HIVEMIND_LOGLEVEL": "CRITICAL"}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, error = process.communicate(timeout=within)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    try:
+        return json.loads(out.splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = error.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise OSError(lines[-1][:160]) from None

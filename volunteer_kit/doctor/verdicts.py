@@ -1,0 +1,213 @@
+"""What measured facts mean: pure functions, one a check."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from volunteer_kit.doctor.finding import Finding
+
+GB = 1e9
+BASE_MEMORY = 1.5 * GB  # Python, torch and hivemind's processes, measured with the demo's model
+BYTES_PER_PARAMETER = 55  # all processes of a peer; benchmarks/full_size.py: 8.2 GB for 125.9 M
+CHECKPOINTS = 3  # kept at a time, and one that is being written
+CLOCK_LIMIT = 3.0  # s; hivemind refuses records of who is further off
+CERTIFICATE_SOON = 14.0  # days
+OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
+UPDATE = "python -m pip install -U volunteer-kit"
+
+
+def python(version: Sequence[int]) -> Finding:
+    text = ".".join(map(str, version[:3]))
+    if tuple(version[:2]) < (3, 10):
+        return Finding("Python", "problem", f"{text}; the kit needs 3.10 or newer", "https://www.python.org/downloads")
+    return Finding("Python", "ok", text)
+
+
+def packages(required: Sequence[str], installed: Mapping[str, str | None], extra_line: str) -> Finding:
+    """:param required: as requirements.txt has them
+    :param installed: name -> version, None: not there
+    :param extra_line: what installs the packages that have no entry in `required`"""
+    missing, old, unlisted = [], [], []
+    names = set()
+    for line in required:
+        try:
+            wanted = Requirement(line)
+        except InvalidRequirement:
+            continue
+        names.add(wanted.name)
+        found = installed.get(wanted.name)
+        if found is None:
+            missing.append(wanted.name)
+        elif not _satisfies(found, wanted):
+            old.append(f"{wanted.name} {found} (needs {wanted.specifier})")
+    unlisted = [name for name, found in installed.items() if name not in names and found is None]
+    if unlisted:
+        return Finding("packages", "problem", f"missing: {', '.join([*missing, *unlisted])}", extra_line)
+    if missing or old:
+        told = ", ".join([*(f"{name} is missing" for name in missing), *old])
+        return Finding("packages", "problem", told, UPDATE)
+    chosen = ("torch", "hivemind", "numpy")
+    return Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in chosen if installed.get(name)))
+
+
+def _satisfies(found: str, wanted: Requirement) -> bool:
+    try:
+        return wanted.specifier.contains(Version(found), prereleases=True)
+    except InvalidVersion:
+        return True
+
+
+def device(name: str, kind: str, free_gb: float, problems: Sequence[str]) -> Finding:
+    """:param problems: accelerators that are here but cannot be used, each with what to do"""
+    if problems:
+        first, _, rest = problems[0].partition("\n")
+        return Finding("device", "warning", f"{first} Training would use {name}.", rest.strip() or "see above")
+    if kind == "cpu":
+        return Finding("device", "ok", f"{name}; no GPU was found, so it trains slowly")
+    return Finding("device", "ok", f"{name}, {free_gb:.1f} GB free")
+
+
+def memory(total: float, free: float, parameters: int | None) -> Finding:
+    """Bytes of RAM that this process may have. :param parameters: of the run's model; None: no run was given"""
+    need = BASE_MEMORY + BYTES_PER_PARAMETER * (parameters or 0)
+    text = f"{free / GB:.1f} of {total / GB:.1f} GB free; training needs about {need / GB:.1f}"
+    if total < need:
+        return Finding("memory", "problem", text, "Use a machine with more memory, or join a smaller run.")
+    if free < need:
+        return Finding("memory", "warning", text, "Close other programs; who takes most: ps aux --sort=-rss | head")
+    return Finding("memory", "ok", text)
+
+
+def disk(folder: str, free: float, state_bytes: int | None) -> Finding:
+    """Free bytes where checkpoints and the cache lie. :param state_bytes: weights and statistics of the run"""
+    need = 1 * GB + (CHECKPOINTS + 1) * (state_bytes or 0)
+    text = f"{free / GB:.1f} GB free in {folder}; about {need / GB:.1f} are needed"
+    way_out = f"Make room (du -xh {folder} | sort -h | tail), or choose another disk: export VOLUNTEER_KIT_HOME=/PATH"
+    if free < need / 4:
+        return Finding("disk", "problem", text, way_out)
+    return Finding("disk", "warning", text, way_out) if free < need else Finding("disk", "ok", text)
+
+
+def open_files(hard: float) -> Finding:
+    """:param hard: the limit that this process cannot lift"""
+    way_out = "ulimit -Hn 65536 as root, or LimitNOFILE=65536 in the service (docker run --ulimit nofile=65536)"
+    if hard < 4096:
+        return Finding("open files", "problem", f"at most {hard:.0f} at once; training needs thousands", way_out)
+    if hard < OPEN_FILES:
+        return Finding("open files", "warning", f"at most {hard:.0f} at once, {OPEN_FILES} are better", way_out)
+    return Finding("open files", "ok", f"up to {hard:.0f}" if hard != float("inf") else "no limit")
+
+
+def clock(offset: float | None, uncertainty: float, source: str, synchronized: bool | None) -> Finding:
+    """:param offset: s that this machine is behind `source`; None: nobody told the time
+    :param synchronized: what the system says about NTP; None: it does not say"""
+    way_out = "sudo timedatectl set-ntp true   (in a notebook: restart its machine)"
+    ntp = {True: "; set from the network", False: "; not set from the network", None: ""}[synchronized]
+    if offset is None:
+        level = "ok" if synchronized else "warning"
+        return Finding("clock", level, f"nobody could be asked for the time{ntp}", "" if synchronized else way_out)
+    off = abs(offset)
+    text = f"{off:.1f} s {'behind' if offset > 0 else 'ahead of'} {source} (±{uncertainty:.1f}){ntp}"
+    if off - uncertainty > CLOCK_LIMIT:
+        return Finding("clock", "problem", f"{text}; others refuse who is more than {CLOCK_LIMIT:.0f} s off", way_out)
+    if off - uncertainty > CLOCK_LIMIT / 2 or synchronized is False:
+        return Finding("clock", "warning", text, way_out)
+    return Finding("clock", "ok", text)
+
+
+def hub(endpoint: str, error: str | None, seconds: float, needed: bool) -> Finding:
+    """:param needed: the run's login or data are there"""
+    if error is None:
+        return Finding("Hub", "ok", f"{endpoint} answers in {seconds:.1f} s")
+    way_out = f"curl -I {endpoint}   shows why (behind a proxy: export HTTPS_PROXY=http://HOST:PORT)"
+    return Finding("Hub", "problem" if needed else "warning", f"{endpoint} does not answer: {error}", way_out)
+
+
+def run_file(error: str | None, run_id: str = "", fingerprint: str = "", is_open: bool = False) -> Finding:
+    if error is not None:
+        first, _, rest = error.partition("\n")
+        return Finding("run file", "problem", first, rest or "Ask the host for the right link.")
+    door = "everybody may join" if is_open else "its authority lets people in"
+    return Finding("run file", "ok", f"{run_id}, fingerprint {fingerprint[:8]}; {door}")
+
+
+def first_peers(results: Mapping[str, str], is_host: bool = False) -> Finding:
+    """:param results: address -> "" if it answered as who it should be, or why not
+    :param is_host: the run's host asks: its own peer may be meant"""
+    if not results:
+        way_out = "" if is_host else "Ask the host for a link whose run file has initial_peers."
+        text = "no others than this machine's" if is_host else "the run file names none"
+        return Finding("first peers", "ok" if is_host else "warning", text, way_out)
+    silent = {address: why for address, why in results.items() if why}
+    text = f"{len(results) - len(silent)} of {len(results)} answer"
+    if not silent:
+        return Finding("first peers", "ok", text)
+    told = "\n".join(f"{address}: {why}" for address, why in list(silent.items())[:4])
+    if len(silent) == len(results):
+        help_line = "Look at its log: logs/first-peer.log" if is_host else "Ask the host whether the run is up."
+        return Finding("first peers", "problem", text, f"{told}\n{help_line}")
+    return Finding("first peers", "warning", text, told)
+
+
+def reach(client_mode: bool, why: str, answer: str | None, address: str, is_host: bool = False) -> Finding:
+    """Can others call this machine?
+
+    :param client_mode, why: what a peer of this machine would decide by itself
+    :param answer: a peer's that tried: "reached", "not reached", or why none could try; None: nobody was asked
+    :param address: under which it reached this machine
+    """
+    port = "--host-maddrs /ip4/0.0.0.0/tcp/31337 --announce-maddrs /ip4/YOUR.PUBLIC.IP/tcp/31337"
+    open_it = f"Open TCP port 31337 in the firewall, forward it in the router, and start with: {port}"
+    if answer == "reached":
+        if client_mode:
+            text = f"a peer of the run reached this machine at {address}, though {why}"
+            return Finding("reachable", "ok", text, f"It could reduce for others: {port}")
+        return Finding("reachable", "ok", f"a peer of the run reached this machine at {address}")
+    if answer == "not reached":
+        if is_host:
+            return Finding("reachable", "problem", "a peer of the run could not reach this machine", open_it)
+        text = "others cannot call this machine; it trains in client mode: it calls them"
+        return Finding("reachable", "ok" if client_mode else "warning", text, "" if client_mode else open_it)
+    from_outside = "From another network: nc -vz YOUR.PUBLIC.IP 31337"
+    text = f"{why}; from outside it could not be checked ({answer or 'there is no peer to ask'})"
+    return Finding("reachable", "warning" if is_host else "ok", text, from_outside if is_host else "")
+
+
+def authority(url: str, error: str | None, certificate_days: float | None) -> Finding:
+    """:param error: why it does not answer; None: it does
+    :param certificate_days: until its certificate ends; None: not https, or not known"""
+    if error is not None:
+        return Finding(
+            "authority", "problem", f"{url}: {error}", "Ask the host; it looks with: volunteer-kit doctor RUN"
+        )
+    if certificate_days is None:
+        return Finding("authority", "ok", f"{url} answers, on this machine, in clear text")
+    text = f"{url} answers; its certificate is good for {certificate_days:.0f} days"
+    if certificate_days < CERTIFICATE_SOON:
+        return Finding("authority", "warning", text, "The host renews it: certbot renew (Caddy does it by itself)")
+    return Finding("authority", "ok", text)
+
+
+def ports(taken: Mapping[str, int], is_running: bool) -> Finding:
+    """:param taken: what for -> port that somebody has
+    :param is_running: this run's host has them"""
+    if is_running:
+        return Finding("ports", "ok", "this run's host is running")
+    if taken:
+        told = ", ".join(f"{port} ({what})" for what, port in taken.items())
+        way_out = f"ss -ltnp 'sport = :{next(iter(taken.values()))}'   shows by whom"
+        return Finding("ports", "problem", f"taken by other programs: {told}", way_out)
+    return Finding("ports", "ok", "free")
+
+
+def late(name: str, seconds: float) -> Finding:
+    """A check that has not come to an end."""
+    return Finding(name, "warning", f"no result within {seconds:.0f} s, so it could not be checked", "Run it again.")
+
+
+def current_python() -> Finding:
+    return python(sys.version_info)

@@ -1,0 +1,57 @@
+"""The processes of a run on its host's machine, and their command lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from volunteer_kit.host.folder import HostFolder
+from volunteer_kit.host.settings import HostSettings
+from volunteer_kit.host.watch import Part
+
+PEER, AUTHORITY, MONITOR, DASHBOARD = "first peer", "authority", "monitor", "dashboard"
+STOP_ORDER = ((DASHBOARD, MONITOR), (AUTHORITY,), (PEER,))  # who needs others goes before them
+CLI = "volunteer_kit.cli"
+PEER_MODULE = "volunteer_kit.host_peer"
+
+
+def first_peer(folder: HostFolder, settings: HostSettings, initial_peers: Sequence[str]) -> Part:
+    """The address that volunteers know; `initial_peers`: other first peers of the run."""
+    command = [PEER_MODULE, str(folder.run_file), "--identity-path", str(folder.identity), "--keys", str(folder.keys)]
+    for option, addresses in (
+        ("--host-maddrs", settings.host_maddrs),
+        ("--announce-maddrs", settings.announce_maddrs),
+        ("--initial-peers", initial_peers),
+    ):
+        if addresses:
+            command += [option, ",".join(addresses)]
+    return Part(PEER, tuple(command))
+
+
+def other_parts(folder: HostFolder, settings: HostSettings, addresses: Sequence[str]) -> list[Part]:
+    """What starts when the first peer's addresses are known."""
+    run = str(folder.run_file)
+    authority = [CLI, "authority", run, "--folder", str(folder.path), "--port", str(settings.port)]
+    if settings.tls_cert and settings.tls_key:
+        authority += ["--host", "0.0.0.0", "--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key]
+    if settings.behind_proxy:
+        authority += ["--behind-proxy"]
+    if settings.database:
+        authority += ["--database", settings.database]
+    monitor = [CLI, "monitor", run, "--folder", str(folder.monitor), "--keys", str(folder.keys)]
+    monitor += ["--initial-peers", ",".join(addresses)]
+    if settings.host_maddrs:  # the same interfaces, any port
+        monitor += ["--host-maddrs", ",".join(any_port(maddr) for maddr in settings.host_maddrs)]
+    dashboard = [CLI, "dashboard", run, "--folder", str(folder.monitor), "--port", str(settings.dashboard_port)]
+    return [
+        Part(AUTHORITY, tuple(authority)),
+        Part(
+            MONITOR, tuple(monitor), ready_within=300.0, needs_token=True
+        ),  # it may load a checkpoint; pushes to the Hub
+        Part(DASHBOARD, tuple(dashboard)),
+    ]
+
+
+def any_port(maddr: str) -> str:
+    """The same address with a free port of its own."""
+    return re.sub(r"/(tcp|udp)/[0-9]+", r"/\1/0", maddr, count=1)

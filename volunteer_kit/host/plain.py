@@ -1,0 +1,63 @@
+"""A run without an authority: one peer that is the address, and whoever knows it takes part. For tests and for
+machines that all are one's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from volunteer_kit.runs import RunConfig
+
+LOCAL = ("/ip4/127.", "/ip6/::1/")
+
+
+def host_peer_only(
+    run: str | Path | RunConfig,
+    *,
+    identity_path: str | Path | None,
+    host_maddrs: Sequence[str],
+    announce_maddrs: Sequence[str],
+    initial_peers: Sequence[str],
+    stopped: Callable[[], bool],
+    say: Callable[[str], None],
+    on_start: Callable[[], None],
+) -> None:
+    """Keep a peer up in this process until `stopped()`. Raises RunError, SwarmError.
+
+    :param on_start: called when the peer is up: signal handlers set earlier would be inherited by its processes
+    """
+    from volunteer_kit.runs import RunConfig, load_run
+    from volunteer_kit.swarm.peer import PeerConfig, start_peer
+
+    config = run if isinstance(run, RunConfig) else load_run(run)
+    peer = start_peer(
+        PeerConfig(
+            host_maddrs=[*host_maddrs],
+            announce_maddrs=[*announce_maddrs],
+            initial_peers=[*initial_peers],
+            identity_path=str(identity_path) if identity_path else None,
+        )
+    )
+    try:
+        on_start()
+        name = config.run_id if isinstance(run, RunConfig) else str(run)
+        for line in invitation(name, peer.visible_maddrs()):
+            say(line)
+        while not stopped():
+            time.sleep(0.2)
+        say("Stopping.")
+    finally:
+        peer.shutdown()
+
+
+def invitation(run: str, addresses: Sequence[str]) -> list[str]:
+    """What to print: the addresses, the command for volunteers, and a warning if nobody outside can use it."""
+    public = [address for address in addresses if not address.startswith(LOCAL)]
+    lines = ["This peer is up. Its addresses:", *(f"  {address}" for address in addresses)]
+    lines += ["Volunteers join with:", f"  volunteer-kit join {run} --initial-peers {(public or addresses)[0]}"]
+    if not public:
+        lines.append("Only this machine can reach it: for others, use --host-maddrs /ip4/0.0.0.0/tcp/PORT")
+    return [*lines, "Ctrl-C stops it."]

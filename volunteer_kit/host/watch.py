@@ -1,0 +1,244 @@
+"""One process of a host, for as long as the host runs: started, heard, started again when it dies, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from volunteer_kit.home import log_end
+from volunteer_kit.host.log import BoundedLog
+from volunteer_kit.process_group import kill_all, wait_for_exit
+
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")  # environments are listed by `ps e`
+LINE_LIMIT = 2**20  # bytes
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Part(NamedTuple):
+    """A process that a host keeps up.
+
+    :param command: a module and its arguments
+    :param ready_within: s until its line {"ready": ...}; a start on two busy cores takes half a minute
+    :param needs_token: it gets the environment's HF token
+    """
+
+    name: str
+    command: tuple[str, ...]
+    ready_within: float = 120.0
+    needs_token: bool = False
+
+
+class News(NamedTuple):
+    """What a watch tells. kind: ready, restarting, gave_up, stop (a signal; of no part)."""
+
+    kind: str
+    name: str = ""
+    text: str = ""
+
+
+@dataclass
+class Patience:
+    """How long to wait before the next start.
+
+    :param most: starts that may fail within `window` s before it is given up
+    """
+
+    most: int = 6
+    window: float = 300.0
+    first: float = 1.0  # s; doubles with each crash in the window
+    longest: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._crashes: deque[float] = deque()
+
+    def crashed(self, now: float) -> float | None:
+        """s to wait; None: it has crashed too often lately."""
+        self._crashes.append(now)
+        while self._crashes[0] < now - self.window:
+            self._crashes.popleft()
+        if len(self._crashes) >= self.most:
+            return None
+        return min(self.longest, self.first * 2 ** (len(self._crashes) - 1))
+
+
+class Watch:
+    """Keeps one Part up, in a thread of its own.
+
+    :param mark: NAME=value in the environment of all processes of this host's folder
+    :param tell: gets News; called from threads
+    """
+
+    def __init__(
+        self, part: Part, log_path: Path, mark: str, tell: Callable[[News], None], patience: Patience | None = None
+    ):
+        self.part, self.log_path = part, log_path
+        self.ready: dict[str, Any] = {}  # what it told when it was up for the first time
+        self.starts = 0
+        self._mark, self._tell, self._patience = mark, tell, patience or Patience()
+        self._log = BoundedLog(log_path)
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # guards _process: no signal to a pid that was given back
+        self._is_up, self._stopping, self._error = False, False, ""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """There is a process, or will be one again."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process else None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._keep_up, name=f"watch {self.part.name}", daemon=True)
+        self._thread.start()
+
+    def begin_stop(self) -> None:
+        """SIGTERM, and no restart."""
+        self._stopping = True
+        self._wake.put(None)
+        self._signal(signal.SIGTERM)
+
+    def join(self, timeout: float) -> bool:
+        """Whether it is gone."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, timeout))
+        return not self.running
+
+    def kill(self) -> None:
+        """SIGKILL; with begin_stop() before it, for good."""
+        self._signal(signal.SIGKILL)
+
+    # --- the thread ---
+
+    def _keep_up(self) -> None:
+        try:
+            while not self._stopping:
+                code = self._run_once()
+                if self._stopping:
+                    return
+                pause = self._patience.crashed(time.monotonic())
+                what = f"{self.part.name} {self._how_ended(code)}"
+                if pause is None:
+                    end = log_end(self.log_path)
+                    text = f"{what}, too often: given up. {self.log_path} ends with:\n{end}"
+                    self._tell(News("gave_up", self.part.name, text))
+                    return
+                self._tell(News("restarting", self.part.name, f"{what}; it starts again in {pause:.0f} s."))
+                with suppress(queue.Empty):
+                    self._wake.get(timeout=pause)
+        finally:
+            self._log.close()
+
+    def _run_once(self) -> int | None:
+        """Start it and wait until all of it has ended. :returns: its exit code; None: it could not be started."""
+        own = f"VOLUNTEER_KIT_PART={secrets.token_hex(16)}"
+        self._is_up, self._error = False, ""
+        with self._lock:
+            if self._stopping:
+                return None
+            try:
+                process = self._process = self._start(own)
+            except OSError as error:
+                self._error = f"could not be started ({error.strerror or error})"
+                return None
+            self.starts += 1
+        late = threading.Timer(self.part.ready_within, self._is_late, (process,))
+        readers = [threading.Thread(target=reader, args=(process,), daemon=True) for reader in (self._hear, self._copy)]
+        for thread in (late, *readers):
+            thread.daemon = True
+            thread.start()
+        wait_for_exit(process)
+        late.cancel()
+        kill_all(process.pid, own)
+        with self._lock:
+            self._process = None
+        code = process.wait()
+        for thread in readers:
+            thread.join(timeout=5)
+        process.stdin.close()
+        self._is_up = False
+        return code
+
+    def _start(self, own: str) -> subprocess.Popen[bytes]:
+        environment = {k: v for k, v in os.environ.items() if self.part.needs_token or k not in SECRETS}
+        environment |= dict(mark.split("=", 1) for mark in (self._mark, own))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "volunteer_kit.host.child", *self.part.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def _hear(self, process: subprocess.Popen[bytes]) -> None:
+        """Its stdout: one line says that it is up, or why it cannot be; all else belongs into the log."""
+        assert process.stdout is not None
+        with process.stdout as lines:
+            while line := lines.readline(LINE_LIMIT):
+                said = _message(line)
+                if isinstance(said.get("ready"), dict) and not self._is_up:
+                    self._is_up, self.ready = True, said["ready"]
+                    self._tell(News("ready", self.part.name))
+                elif isinstance(said.get("error"), str):
+                    self._error = f"says: {said['error'].partition(chr(10))[0][:300]}"
+                    self._log.write(said["error"].encode() + b"\n")
+                else:
+                    self._log.write(line)
+
+    def _copy(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        with process.stderr as lines:
+            while line := lines.readline(LINE_LIMIT):
+                self._log.write(line)
+
+    def _is_late(self, process: subprocess.Popen[bytes]) -> None:
+        if not self._is_up and process is self._process:
+            self._error = f"was not up after {self.part.ready_within:.0f} s"
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with self._lock:
+            if self._process is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(self._process.pid, number)
+
+    def _how_ended(self, code: int | None) -> str:
+        if self._error:
+            return self._error.rstrip(".")
+        if code == -signal.SIGKILL:
+            return "was killed (SIGKILL), often the system's answer to a lack of memory"
+        return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """A line of JSON with an object in it; {} for all others."""
+    if not line.startswith(b"{"):
+        return {}
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -1,0 +1,91 @@
+"""A run's first peer, in a process of its own: `python -m volunteer_kit.host_peer RUN.yaml --identity-path FILE`.
+
+It does not train; it is the address that volunteers know. Prints {"ready": {"peer_id", "maddrs"}} when it is up, or
+{"error": ...}, and stays until SIGTERM. With the run's keys it lets itself in, whether the authority is up or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from volunteer_kit.auth.access_token import KeysError
+from volunteer_kit.run_reader import RunError
+from volunteer_kit.runs import RunConfig, load_run
+from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.host_membership import HostMembership
+from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 if the peer cannot start."""
+    options = _options(words)
+    try:
+        config = load_run(options.run)
+        membership = _membership(config, options)
+        peer = _start(options, membership.admission if membership else None)
+    except (SwarmError, RunError, KeysError) as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 2
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # only now: the peer's processes would inherit it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        if membership is not None:
+            membership.keep(peer)
+        print(json.dumps({"ready": {"peer_id": str(peer.peer_id), "maddrs": peer.visible_maddrs()}}), flush=True)
+        while not stop.is_set() and peer.dht.is_alive():  # a new start is better than a peer that answers nobody
+            time.sleep(0.2)  # not stop.wait(): the signal's handler could find its lock taken by this very thread
+        return 0 if stop.is_set() else 1
+    finally:
+        if membership is not None:
+            membership.close()
+        peer.shutdown()
+
+
+def _membership(config: RunConfig, options: argparse.Namespace) -> HostMembership | None:
+    if config.authority is None:
+        return None
+    url, public_key = config.authority.url, config.authority.public_key
+    return HostMembership(config.run_id, url, public_key, options.keys, options.identity_path, "host")
+
+
+def _start(options: argparse.Namespace, admission: Admission | None) -> Peer:
+    config = PeerConfig(
+        host_maddrs=options.host_maddrs,
+        announce_maddrs=options.announce_maddrs,
+        initial_peers=options.initial_peers,
+        identity_path=options.identity_path,
+        client_mode=False,
+        check_identity=False,  # a lock keeps the folder to one host
+    )
+    try:
+        return start_peer(config, admission)
+    except SwarmError as error:
+        if error.kind != "dead_peers":
+            raise
+        print(f"The run's other first peers do not answer: {', '.join(config.initial_peers)}", file=sys.stderr)
+        return start_peer(replace(config, initial_peers=[]), admission)
+
+
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="volunteer_kit.host_peer", description=__doc__)
+    parser.add_argument("run")
+    parser.add_argument("--identity-path", required=True)
+    parser.add_argument("--keys", default="keys", help="folder of the run's keys, for a run with an authority")
+    for name in ("--host-maddrs", "--announce-maddrs", "--initial-peers"):
+        parser.add_argument(name, type=lambda text: text.split(","), default=[])
+    options = parser.parse_args(words)
+    options.host_maddrs = options.host_maddrs or ["/ip4/0.0.0.0/tcp/0"]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
