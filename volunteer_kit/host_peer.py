@@ -17,10 +17,11 @@ from dataclasses import replace
 
 from volunteer_kit.auth.access_token import KeysError
 from volunteer_kit.run_reader import RunError
-from volunteer_kit.runs import RunConfig, load_run
+from volunteer_kit.runs import RunConfig, load_run, run_key_of
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.host_membership import HostMembership
+from volunteer_kit.swarm.manifest import validators
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 
 
@@ -40,6 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if membership is not None:
             membership.keep(peer)
+            peer.dht.add_validators(validators(membership.admission.trust, run_key_of(config)))
         print(json.dumps({"ready": {"peer_id": str(peer.peer_id), "maddrs": peer.visible_maddrs()}}), flush=True)
         while not stop.is_set() and peer.dht.is_alive():  # a new start is better than a peer that answers nobody
             time.sleep(0.2)  # not stop.wait(): the signal's handler could find its lock taken by this very thread

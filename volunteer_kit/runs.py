@@ -174,6 +174,11 @@ def require_ready(config: RunConfig, draws: bool = False, max_mbps: float | None
         expand_shards(config.data.shards)
 
 
+def run_key_of(config: RunConfig) -> str:
+    """Prefix of the DHT's keys of this run and its settings."""
+    return f"{config.run_id}-{config.fingerprint[:16]}".replace(".", "-")  # hivemind's keys may hold no dots
+
+
 def build_model(config: RunConfig) -> Dalle:
     """The run's model, with the same initial weights on every machine. Raises MissingDependency."""
     with torch.random.fork_rng(devices=[]):

@@ -35,6 +35,7 @@ from volunteer_kit.auth.proof import join_claim, prove, public_text, refresh_cla
 
 FIRST_PAUSE = 2.0  # s after a question that nobody answered; then twice as long each time
 LONGEST_PAUSE = 60.0  # s
+LOOK_EVERY = 30.0  # s between looks whether the machine was suspended
 _log = logging.getLogger(__name__)
 
 
@@ -135,7 +136,9 @@ class Authorizer:
             self._thread.join(within)
 
     def _run(self) -> None:
-        while not self._stopped.wait(max(0.0, self._due - time.monotonic())):
+        while not self._stopped.wait(min(LOOK_EVERY, max(0.0, self._due - time.monotonic()))):
+            if time.monotonic() < self._due and not self._has_slept():
+                continue
             try:
                 self._renew()
             except AuthorityRefused as refused:
@@ -147,6 +150,11 @@ class Authorizer:
             except Exception:  # a callback's; without this thread the token would end silently
                 _log.exception("Refreshing the access token broke; it is tried again")
                 self._wait_longer(None)
+
+    def _has_slept(self) -> bool:
+        """The machine was suspended: its monotonic clock stood still, and the token's time went on."""
+        is_asking = self._failures > 0
+        return not is_asking and self.token is not None and self.token.expires_at - self._clock() < LOOK_EVERY
 
     def _renew(self) -> None:
         if self._rejoin:

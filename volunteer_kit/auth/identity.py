@@ -50,7 +50,7 @@ class Identity:
     name: str
     orgs: tuple[str, ...] = ()
     token: str = field(default="", repr=False)
-    hub_id: str = ""  # stays when the account is renamed
+    hub_id: str = field(default="", repr=False)  # stays when the account is renamed
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("An Identity holds a token and is not pickled; send name and orgs.")

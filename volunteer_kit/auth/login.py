@@ -1,9 +1,9 @@
 """Logging a volunteer in: what lies here already first, then the browser, then a token that he types.
 
-    login = Login(for_authority=True, organization="training-together")
-    login.find()                      # argument, this machine, Colab's or Kaggle's secrets, HF_TOKEN
-    surface.welcome(terms, login)     # asks if nothing was found
-    login.identity                    # Identity(name, orgs, token)
+login = Login(for_authority=True, organization="training-together")
+login.find()                      # argument, this machine, Colab's or Kaggle's secrets, HF_TOKEN
+surface.welcome(terms, login)     # asks if nothing was found
+login.identity                    # Identity(name, orgs, token)
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from volunteer_kit.device import Workload
-from volunteer_kit.runs import RunConfig
+from volunteer_kit.runs import RunConfig, run_key_of
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.options import SwarmOptions
 
@@ -34,7 +34,7 @@ def swarm_options(run: RunConfig, max_mbps: float | None = None) -> SwarmOptions
     """The run file's section `swarm`, as the optimizer takes it, and what this machine's line may carry."""
     swarm = run.swarm
     return SwarmOptions(
-        run_key=f"{run.run_id}-{run.fingerprint[:16]}".replace(".", "-"),  # hivemind's keys may hold no dots
+        run_key=run_key_of(run),
         target_batch_size=run.target_batch_size,
         matchmaking_time=swarm.matchmaking_time,
         averaging_timeout=swarm.averaging_timeout,

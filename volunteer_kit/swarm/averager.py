@@ -102,7 +102,6 @@ class SwarmAverager(DecentralizedAverager):
     lost_parts_are_zero = False  # what stands where a reducer did not answer: zero, or our own values
     doorkeeper = Admission()  # of this process: run() sets the real one in the averager's own
     introductions = Introductions(doorkeeper)
-    _waiting = 0  # strangers whose token may be on its way
 
     def __init__(
         self,
@@ -118,6 +117,7 @@ class SwarmAverager(DecentralizedAverager):
         self._admission, self._reduce, self._max_weight = admission or Admission(), reduce, max_weight
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
         self._group_order = mp.Value(ctypes.c_int64, 0)
+        self._awaited: set[PeerID] = set()  # strangers whose token may be on its way
         super().__init__(*args, start=False, **kwargs)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
@@ -180,6 +180,19 @@ class SwarmAverager(DecentralizedAverager):
         """What goes round a group: `told`, and our access token, that all members may know each other."""
         return [told, self._admission.own_token]
 
+    def _can_be_told_on(self, gathered: bytes, peer_id: PeerID) -> bool:
+        """May what a follower tells go to the whole group? Junk of one would break the round for all."""
+        if len(gathered) > MAX_GATHERED_BYTES:
+            return False
+        if self.doorkeeper.is_open:
+            return True
+        try:
+            _, _, user_data = self.serializer.loads(gathered)
+            words = self.serializer.loads(user_data)
+            return self.doorkeeper.show(words[1], peer_id) is None
+        except Exception:  # whatever a stranger's bytes make of the serializer
+            return False
+
     def _read_words(self, peer_id: PeerID, words: Any) -> Any:
         """What a member told, as a stranger says it; its token is noted."""
         if not isinstance(words, (list, tuple)) or len(words) != 2 or not isinstance(words[1], bytes):
@@ -191,12 +204,19 @@ class SwarmAverager(DecentralizedAverager):
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         self.doorkeeper.check(context.remote_id, "join_group")
-        if len(request.gather) > MAX_GATHERED_BYTES:
+        if not self._can_be_told_on(request.gather, context.remote_id):
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         async for message in super().rpc_join_group(request, context):
             yield message
         await asyncio.sleep(LINGER)
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        self.doorkeeper.check(context.remote_id, "download_state")
+        async for message in super().rpc_download_state(request, context):
+            yield message
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
@@ -219,14 +239,14 @@ class SwarmAverager(DecentralizedAverager):
     async def _token_may_come(self, peer_id: PeerID) -> None:
         """A fast member's part can be here before the leader's word who is in the group."""
         deadline = time.monotonic() + TOKEN_PATIENCE
-        if self._waiting >= MAX_WAITING:
+        if len(self._awaited) >= MAX_WAITING or peer_id in self._awaited:
             return
-        self._waiting += 1
+        self._awaited.add(peer_id)
         try:
-            while self.doorkeeper.reason_to_refuse(peer_id) == "no_token" and time.monotonic() < deadline:
+            while self.doorkeeper.reason_to_refuse(peer_id) in ("no_token", "expired") and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
         finally:
-            self._waiting -= 1
+            self._awaited.discard(peer_id)
 
     # --- one round ---
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPublicKey
+from hivemind.utils.logging import get_logger
 
 from volunteer_kit.auth.access_token import (
     MAX_LIFETIME,
@@ -26,6 +27,7 @@ from volunteer_kit.swarm.identity import ensure_identity
 from volunteer_kit.swarm.keeper import AdmissionKeeper
 from volunteer_kit.swarm.peer import Peer
 
+logger = get_logger(__name__)
 NAMES = {"host": "(host)", "monitor": "(monitor)"}  # the Hub's accounts have no parentheses
 
 
@@ -65,7 +67,10 @@ class HostMembership:
 
     def _renew(self) -> None:
         while not self._stop.wait(MAX_LIFETIME / 3):
-            self._keeper.publish(self._issue())
+            try:
+                self._keeper.publish(self._issue())
+            except Exception:  # a full disk, a key being put back: the next attempt comes before the token has ended
+                logger.exception("This peer's own access token could not be renewed")
 
     def _issue(self) -> bytes:
         signer, expires_at = self._keys.signer("authority"), time.time() + MAX_LIFETIME

@@ -25,6 +25,8 @@ from hivemind.proto import dht_pb2, p2pd_pb2
 from hivemind.utils.logging import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
+from volunteer_kit.swarm.admission import NotAdmitted
+
 logger = get_logger(__name__)
 PERIOD, PERIOD_SILENT = 5.0, 2.0  # s between looks: while somebody answers, and while nobody does
 ANSWER_WITHIN = 4.0  # s; two busy cores and a full home link answer slower than 1 s at times
@@ -165,8 +167,8 @@ async def answers(node: DHTNode, peer: PeerID) -> bool:
     request = dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
     try:
         await asyncio.wait_for(node.protocol.get_stub(peer).rpc_ping(request), ANSWER_WITHIN)
-    except P2PHandlerError:
-        return True
+    except P2PHandlerError as e:  # one that lets us in no longer, or that we do not, is nobody of our swarm
+        return not isinstance(e, NotAdmitted) and NotAdmitted.__name__ not in str(e)
     except P2PDaemonError as e:
         return "not supported" in str(e)
     except Exception:
