@@ -9,7 +9,8 @@ veteran on its own last state. From there a newer state is taken if all of these
 3. Donors of other accounts, asked after the download, held the same after that epoch: same sketch, same lineage; and
    what they hold now is as near as the epochs since allow, by a sketch whose seed is drawn after the state has come (a
    known seed's sketch can be met by any model: it is 16 linear equations). A
-   joiner wants one at least, if there are others at all, and no larger number of accounts that held another thing. A
+   joiner wants one at least, if there are others further than its own ground, and no larger number of accounts that
+   held another thing; who is some epochs away counts, if what it holds now is as near as they allow. A
    veteran some epochs behind wants only the latter: of three who each lost another part of one round nobody could
    confirm anybody, all three would wait for ever, and what one epoch's bound lets through is one step.
 4. On samples that everybody can name, the loss has not risen by more than MAX_LOSS_RISE. Asked of who comes from a
@@ -193,18 +194,25 @@ def is_near(state: np.ndarray, fresh: np.ndarray, moved: float, norm: float) -> 
     return distance(state, fresh) <= TOLERANCE + SKETCH_ERROR * share
 
 
-def hear(state: Told, said: Mapping[bytes, Told | None], contradicting: Collection[bytes] = ()) -> Witnesses:
+def hear(
+    state: Told,
+    said: Mapping[bytes, Told | None],
+    contradicting: Collection[bytes] = (),
+    close_by: Collection[bytes] = (),
+) -> Witnesses:
     """Count accounts.
 
     :param state: what was downloaded, its sketch made anew from it
     :param said: account -> what it held at that epoch, None: it was not there
     :param contradicting: accounts whose present model this state cannot have become
+    :param close_by: accounts a few epochs away whose present model is as near as these allow
     """
     others: list[tuple[Told, int]] = []
     found = Witnesses()
     for account, told in said.items():
         if told is None or told.epoch != state.epoch or told.sketch is None:
-            found.silent += 1
+            found.confirmed += account in close_by
+            found.silent += account not in close_by
         elif told.is_same(state) and account not in contradicting:
             found.confirmed += 1
         else:

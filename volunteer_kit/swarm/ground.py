@@ -169,7 +169,7 @@ class GroundedState(StateTransfer):
         if reason is not None:
             self.refused_for_distance += 1
             return reason
-        heard = self._hear_witnesses(donor, metadata, parameters)
+        heard = self._hear_witnesses(donor, metadata, parameters, ground)
         measured |= {"confirmed": heard.confirmed, "denied": heard.denied, "silent": heard.silent}
         reason = reason_to_refuse_state(Evidence(**measured))
         if reason is not None or not needs_more(ground.is_veteran, epoch - ground.epoch):
@@ -202,8 +202,11 @@ class GroundedState(StateTransfer):
             self._ground_loss = (key, self.trust.public_loss(ground.parameters))
         return {"loss": self.trust.public_loss(parameters), "loss_of_ground": self._ground_loss[1]}
 
-    def _hear_witnesses(self, donor: bytes, metadata: dict, parameters: Sequence[torch.Tensor]) -> Witnesses:
-        """Ask donors of other accounts what they held; those whose account is not known yet show it when called."""
+    def _hear_witnesses(
+        self, donor: bytes, metadata: dict, parameters: Sequence[torch.Tensor], ground: Ground
+    ) -> Witnesses:
+        """Ask donors of other accounts what they held; those whose account is not known yet show it when called. Who is
+        no further than our ground is as new as we are: two newcomers would else wait for each other for ever."""
         epoch, account_of = metadata["epoch"], self._admission.account_of
         seed = random.SystemRandom().getrandbits(63)
         own_sketch = np.frombuffer(sketch(parameters, seed=epoch), "<f4").astype(np.float64)
@@ -221,10 +224,18 @@ class GroundedState(StateTransfer):
         said: dict[bytes, Testimony] = {}
         for peer, words in found:
             account = account_of(PeerID(peer))
-            if account is not None and account != donors_account:
-                said.setdefault(account, read_testimony(words))
+            testimony = read_testimony(words)
+            is_new = testimony.told is None and testimony.now <= ground.epoch
+            if account is not None and account != donors_account and not is_new:
+                said.setdefault(account, testimony)
         contradicting = self._contradicting(parameters, epoch, seed, said)
-        return hear(state, {account: one.told for account, one in said.items()}, contradicting)
+        close_by = [
+            account
+            for account, one in said.items()
+            if one.told is None and one.fresh is not None and abs(one.now - epoch) <= MANIFEST_EVERY
+        ]
+        close_by = [account for account in close_by if account not in contradicting]
+        return hear(state, {account: one.told for account, one in said.items()}, contradicting, close_by)
 
     def _contradicting(
         self, parameters: Sequence[torch.Tensor], epoch: int, seed: int, said: dict[bytes, Testimony]
