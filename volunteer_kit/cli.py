@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor
+from volunteer_kit.cli_words import listed
 from volunteer_kit.widgets.words import plain_lines
 
 app = typer.Typer(
@@ -85,11 +86,6 @@ def _plain_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _complain(text: str) -> None:
     """Strangers may have written some of it: no control characters reach the terminal."""
     _stderr.print(plain_lines(text, MESSAGE), style="red", markup=False)
-
-
-def _listed(values: list[str] | None) -> list[str]:
-    """Addresses given with repeated options, commas or spaces."""
-    return [part for value in values or [] for part in value.replace(",", " ").split()]
 
 
 def _version(wanted: bool) -> None:
@@ -170,13 +166,13 @@ def join(
         client_mode="auto" if client_mode is None else client_mode,
         name=name,
         data=_one_or_many(data),
-        initial_peers=_listed(initial_peers),
+        initial_peers=listed(initial_peers),
         accept_terms=accept_terms,
         batch_size=batch_size,
         home=home,
         checkpoint_dir=checkpoint_dir,
-        host_maddrs=_listed(host_maddrs) or ["/ip4/0.0.0.0/tcp/0"],
-        announce_maddrs=_listed(announce_maddrs),
+        host_maddrs=listed(host_maddrs) or ["/ip4/0.0.0.0/tcp/0"],
+        announce_maddrs=listed(announce_maddrs),
         identity_path=identity_path,
         new_swarm=new_swarm,
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+
+from volunteer_kit.cli_words import group_for
 
 Run = Annotated[str, typer.Argument(help="The run: its name, file, link, or org/name.")]
 Folder = Annotated[
@@ -15,20 +16,11 @@ Folder = Annotated[
 ]
 
 
-class ServesByDefault(TyperGroup):
-    """`dashboard RUN` means `dashboard serve RUN`."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["serve", *args]
-        return super().parse_args(ctx, args)
-
-
 def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:
     """`plain_errors`: makes errors of ours one message and exit code 2."""
     verbs = typer.Typer(
         help="Show a run to everybody: `dashboard RUN` serves the page, `dashboard export RUN` writes it as files.",
-        cls=ServesByDefault,
+        cls=group_for("serve"),
         no_args_is_help=True,
     )
     for verb in (serve, export):

@@ -9,37 +9,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+
+from volunteer_kit.cli_words import group_for, listed
 
 Maddrs = list[str] | None
 say = functools.partial(print, flush=True)
-
-
-class StartsByDefault(TyperGroup):
-    """`host RUN.yaml` means `host start RUN.yaml`."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["start", *args]
-        return super().parse_args(ctx, args)
 
 
 def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:
     """`plain_errors`: makes errors of ours one message and exit code 2."""
     hosting = typer.Typer(
         help="Be a run's host: `host RUN.yaml` starts all that it needs here, `host init` writes a run file.",
-        cls=StartsByDefault,
+        cls=group_for("start"),
         no_args_is_help=True,
     )
     for verb in (start, init):
         hosting.command()(plain_errors(verb))
     app.add_typer(hosting, name="host")
     app.command()(plain_errors(doctor))
-
-
-def listed(values: list[str] | None) -> tuple[str, ...]:
-    """Addresses given with repeated options, commas or spaces."""
-    return tuple(part for value in values or [] for part in value.replace(",", " ").split())
 
 
 def start(

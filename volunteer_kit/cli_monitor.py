@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+
+from volunteer_kit.cli_words import group_for, listed
 
 Run = Annotated[str, typer.Argument(help="The run: its name, file, link, or org/name.")]
 Folder = Annotated[Path | None, typer.Option(help="What it keeps; default: ./RUN_ID-host/monitor")]
@@ -17,19 +18,10 @@ Addresses = Annotated[list[str] | None, typer.Option(help="Repeated, or with com
 _say = functools.partial(print, flush=True)
 
 
-class WatchesByDefault(TyperGroup):
-    """`monitor RUN` means `monitor watch RUN`."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["watch", *args]
-        return super().parse_args(ctx, args)
-
-
 def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:
     """`plain_errors`: makes errors of ours one message and exit code 2."""
     group = typer.Typer(
-        cls=WatchesByDefault,
+        cls=group_for("watch"),
         no_args_is_help=True,
         help="Watch a run: `monitor RUN` keeps checkpoints, signs and judges; `monitor rollback RUN --to EPOCH`.",
     )
@@ -60,9 +52,9 @@ def watch(
         run,
         folder=folder,
         keys=keys,
-        initial_peers=_listed(initial_peers),
-        host_maddrs=_listed(host_maddrs),
-        announce_maddrs=_listed(announce_maddrs),
+        initial_peers=listed(initial_peers),
+        host_maddrs=listed(host_maddrs),
+        announce_maddrs=listed(announce_maddrs),
         push_to=push_to,
         tracker="trackio" if trackio else "wandb" if wandb else None,
         checkpoint_every=checkpoint_every,
@@ -80,8 +72,4 @@ def rollback(
     """Order everybody back to a checkpoint; the count of steps goes on."""
     from volunteer_kit.monitor.door import roll_back
 
-    roll_back(run, to, folder=folder, keys=keys, initial_peers=_listed(initial_peers), say=_say)
-
-
-def _listed(values: list[str] | None) -> list[str]:
-    return [part for value in values or [] for part in value.replace(",", " ").split()]
+    roll_back(run, to, folder=folder, keys=keys, initial_peers=listed(initial_peers), say=_say)
