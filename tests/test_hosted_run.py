@@ -136,7 +136,7 @@ def moderator_at(browser: Browser, host: HostOfTwo) -> Page:
     page.goto(f"http://127.0.0.1:{host.port}/moderate")
     page.locator("input[type=password]").fill(token_of("mona"))
     page.get_by_role("button", name="Sign in").last.click()
-    expect(page.get_by_role("heading", name="Moderators")).to_be_visible()
+    expect(page.get_by_role("heading", name="Moderators", exact=True)).to_be_visible()
     return page
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -17,6 +19,7 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from volunteer_kit.swarm.identity import load_private_key, peer_id_of_owner
+from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.records import (
     Limits,
     PeerBoard,
@@ -258,21 +261,43 @@ def test_a_peer_that_has_left_is_no_lie(tracker, people):
         assert tracker._parse_swarm_progress_data(nothing).epoch == 3
 
 
-def test_a_thread_of_the_tracker_reports_itself_and_reads_it_back(peer):
+@contextlib.contextmanager
+def running_tracker(peer: Peer, prefix: str) -> Iterator[SwarmProgressTracker]:
     tracker = SwarmProgressTracker(
-        peer.dht, "thread", 256, limits=Limits(256), start=True, min_refresh_period=0.1, default_refresh_period=0.2
+        peer.dht, prefix, 256, limits=Limits(256), start=True, min_refresh_period=0.1, default_refresh_period=0.2
     )
     try:
-        tracker.report_local_progress(local_epoch=0, samples_accumulated=20)
-        deadline = time.monotonic() + 20
-        while (found := peer.dht.get("thread_progress", latest=True)) is None:
-            assert time.monotonic() < deadline
-        tracker.look_again(timeout=10)
-        assert tracker.global_progress.num_peers == 1 and tracker.claims_dropped == 0
-        [(subkey, value)] = found.value.items()
-        assert peer_id_of_owner(subkey) == peer.peer_id, "records are signed with the libp2p identity"
+        yield tracker
     finally:
         tracker.shutdown(timeout=10)
+
+
+def stored_progress(peer: Peer, prefix: str) -> tuple[bytes, LocalTrainingProgress]:
+    deadline = time.monotonic() + 20
+    while (found := peer.dht.get(f"{prefix}_progress", latest=True)) is None:
+        assert time.monotonic() < deadline
+    [(subkey, value)] = found.value.items()
+    return subkey, LocalTrainingProgress.parse_obj(value.value)
+
+
+def test_a_thread_of_the_tracker_reports_itself_and_reads_it_back(peer):
+    with running_tracker(peer, "thread") as tracker:
+        tracker.report_local_progress(local_epoch=0, samples_accumulated=20)
+        subkey, claim = stored_progress(peer, "thread")
+        assert claim.samples_accumulated == 20
+        assert peer_id_of_owner(subkey) == peer.peer_id, "records are signed with the libp2p identity"
+        tracker.look_again(timeout=10)
+        assert tracker.global_progress.num_peers == 1 and tracker.claims_dropped == 0
+
+
+def test_who_only_attends_is_seen_at_once(peer):
+    """Others would meet it in a round, take themselves for alone, and call the round off."""
+    with running_tracker(peer, "attends") as tracker:
+        tracker.look_again(timeout=10)
+        assert peer.dht.get("attends_progress", latest=True) is None, "a newcomer without samples is not waited for"
+        tracker.attend(epoch=0)
+        _, claim = stored_progress(peer, "attends")
+        assert claim.samples_accumulated == 0 and claim.epoch == 0
 
 
 def record_of(peer_id: PeerID, **changes) -> PeerRecord:

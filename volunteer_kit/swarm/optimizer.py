@@ -212,8 +212,7 @@ class SwarmOptimizer(FollowingOptimizer):
     def _check_and_accumulate_gradients(self, batch_size: int, grad_scaler=None) -> bool:
         self._attends = batch_size == 0
         if self._attends:
-            if self.tracker.local_progress.epoch != self.local_epoch:  # each report is signed and stored at once
-                self.tracker.report_local_progress(self.local_epoch, 0)
+            self.tracker.attend(self.local_epoch)
             return True
         self._taken = self.grad_averager.accumulate_grads_(batch_size, self._grad_scale, self._names)
         if self._taken:

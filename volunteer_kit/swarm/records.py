@@ -7,6 +7,7 @@ no device has, an epoch that time does not allow) are dropped when they are read
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -198,11 +199,46 @@ class SwarmProgressTracker(ProgressTracker):
     ):
         self.limits, self.claims_dropped = limits, 0
         self.highest_claim = 0  # epoch that somebody claims, believed or not
+        self._attends = False  # trains nothing
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
         if start:
             self.start()
+
+    def attend(self, epoch: int) -> None:
+        """Be counted as a member, at this epoch, without samples."""
+        if not self._attends or self.local_progress.epoch != epoch:
+            self._attends = True
+            self.report_local_progress(epoch, 0)
+
+    async def _progress_reporter(self) -> None:
+        """Stores our record when it has changed, and before it expires.
+
+        hivemind's leaves out who has no samples: whoever only attends would be met in rounds by peers that do not know
+        of it, who call them off again.
+        """
+        loop, last_report, trained = asyncio.get_running_loop(), -math.inf, -math.inf
+        store = None
+        try:
+            while not self.shutdown_triggered.is_set():
+                patience = max(0.0, last_report - get_dht_time() + self.metadata_expiration / 2)
+                await loop.run_in_executor(None, self.should_report_progress.wait, patience)
+                self.should_report_progress.clear()
+                claim, last_report = self.local_progress, get_dht_time()
+                if claim.samples_accumulated > 0 or self._attends:
+                    trained = self.global_epoch
+                if trained >= self.global_epoch - 1:
+                    store = asyncio.create_task(self._store(claim))
+        finally:
+            if store is not None:
+                store.cancel()
+
+    async def _store(self, claim: LocalTrainingProgress) -> None:
+        expiration = get_dht_time() + self.metadata_expiration
+        await self.dht.store(
+            self.training_progress_key, claim.dict(), expiration, self._local_public_key, return_future=True
+        )
 
     def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
         if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
