@@ -1,11 +1,15 @@
-"""Forked processes do not hold on to what their parent rewrites."""
+"""Forked processes do not hold on to what their parent rewrites, and do to what they are at."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import multiprocessing as mp
+import os
 import subprocess
 import sys
+import weakref
 
 import psutil
 import torch
@@ -42,10 +46,35 @@ def rewrite_what_a_fork_inherited() -> dict:
 
 def test_a_fork_gives_back_all_large_tensors_but_the_shared_ones():
     """In a process of its own: a fork of pytest would have all that other tests have left."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # a fork has none of its parent's, and would wait for them
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120, env=one_thread)
     found = json.loads(done.stdout)
     assert found.pop("own") < 120 * MB  # the Python in it takes 60; kept tensors would add 160
     assert found == {"shared": 8 * MB, "small": 100, "shape": [8 * MB], "exitcode": 0, "kept": True}
+
+
+awaited: list[weakref.ref[asyncio.Future]] = []  # in the DHT's process
+
+
+async def await_what_nobody_holds(dht, node) -> str:
+    """As a connection's reader, which its own protocol knows weakly only."""
+    answer = asyncio.get_running_loop().create_future()
+    awaited.append(weakref.ref(answer))
+    return await answer
+
+
+async def collect_and_answer(dht, node) -> None:
+    gc.collect()
+    answer = awaited.pop()()
+    if answer is not None:
+        answer.set_result("it came")
+
+
+def test_the_collector_takes_no_task_that_waits(peer):
+    """One that is taken leaves who asked for it waiting for ever."""
+    asked = peer.dht.run_coroutine(await_what_nobody_holds, return_future=True)
+    peer.dht.run_coroutine(collect_and_answer)
+    assert asked.result(timeout=20) == "it came"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
+import hivemind.averaging.averager
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
@@ -28,7 +29,7 @@ from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, under_order, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
-from volunteer_kit.swarm.forked import forget_inherited_tensors
+from volunteer_kit.swarm.forked import forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
 from volunteer_kit.swarm.traffic import Traffic
 
@@ -162,6 +163,7 @@ class SwarmAverager(DecentralizedAverager):
 
     def run(self) -> None:
         forget_inherited_tensors()
+        hold_tasks(hivemind.averaging.averager)
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
         SwarmAverager.doorkeeper = self._admission  # a process of our own: nobody shares the class
         SwarmAverager.introductions = Introductions(self._admission)

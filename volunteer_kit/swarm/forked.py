@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import weakref
 from contextlib import suppress
+from types import ModuleType
+from typing import Any
 
 import hivemind
+import hivemind.dht.dht
 import hivemind.dht.node
 import torch
 
@@ -47,6 +51,29 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_inherited.clear)
 
 
+def hold_tasks(module: ModuleType) -> None:
+    """Let no task of the loop that `module` will make be collected. To be called first in a forked process.
+
+    hivemind lets go of its tasks, asyncio itself knows them weakly only, and a connection knows its reader no better:
+    when the collector passes by while one waits for p2pd's answer, it takes both. The task is gone, and who asked for
+    it waits for ever: one worker in some hundreds never came up.
+    """
+    make_loop, held = module.switch_to_uvloop, set()
+
+    def start(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task:
+        task = asyncio.Task(coroutine, loop=loop, **kwargs)
+        held.add(task)
+        task.add_done_callback(held.discard)
+        return task
+
+    def make_holding_loop() -> asyncio.AbstractEventLoop:
+        loop = make_loop()
+        loop.set_task_factory(start)
+        return loop
+
+    module.switch_to_uvloop = make_holding_loop
+
+
 class LeanDHT(hivemind.DHT):
     """hivemind.DHT whose process keeps nothing of the model, and speaks with admitted peers only.
 
@@ -59,6 +86,7 @@ class LeanDHT(hivemind.DHT):
 
     def run(self) -> None:
         forget_inherited_tensors()
+        hold_tasks(hivemind.dht.dht)
         if not self.admission.is_open:
             AdmittedDHTProtocol.admission = self.admission
             hivemind.dht.node.DHTProtocol = AdmittedDHTProtocol  # in this process, which is the node's alone
