@@ -219,26 +219,16 @@ class SwarmProgressTracker(ProgressTracker):
         of it, who call them off again.
         """
         loop, last_report, trained = asyncio.get_running_loop(), -math.inf, -math.inf
-        store = None
-        try:
-            while not self.shutdown_triggered.is_set():
-                patience = max(0.0, last_report - get_dht_time() + self.metadata_expiration / 2)
-                await loop.run_in_executor(None, self.should_report_progress.wait, patience)
-                self.should_report_progress.clear()
-                claim, last_report = self.local_progress, get_dht_time()
-                if claim.samples_accumulated > 0 or self._attends:
-                    trained = self.global_epoch
-                if trained >= self.global_epoch - 1:
-                    store = asyncio.create_task(self._store(claim))
-        finally:
-            if store is not None:
-                store.cancel()
-
-    async def _store(self, claim: LocalTrainingProgress) -> None:
-        expiration = get_dht_time() + self.metadata_expiration
-        await self.dht.store(
-            self.training_progress_key, claim.dict(), expiration, self._local_public_key, return_future=True
-        )
+        while not self.shutdown_triggered.is_set():
+            patience = max(0.0, last_report - get_dht_time() + self.metadata_expiration / 2)
+            await loop.run_in_executor(None, self.should_report_progress.wait, patience)
+            self.should_report_progress.clear()
+            claim, last_report = self.local_progress, get_dht_time()
+            if claim.samples_accumulated > 0 or self._attends:
+                trained = self.global_epoch
+            if trained >= self.global_epoch - 1:
+                key, expiration = self.training_progress_key, last_report + self.metadata_expiration
+                self.dht.store(key, claim.dict(), expiration, subkey=self._local_public_key, return_future=True)
 
     def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
         if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
