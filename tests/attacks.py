@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from volunteer_kit.swarm.averager import SwarmGradientAverager
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.state import SwarmStateAverager
 
 

@@ -31,7 +31,7 @@ print(json.dumps({"numpy": numpy.__version__}))
 PEER = """
 import json, sys, time
 import torch
-from volunteer_kit.swarm.averager import SwarmGradientAverager
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.peer_questions import membership
 from tests.swarm_peer import say
-from volunteer_kit.swarm.averager import SwarmGradientAverager
 from volunteer_kit.swarm.codec import make_codec
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.worker import own_stdin
 

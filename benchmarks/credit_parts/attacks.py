@@ -8,7 +8,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from volunteer_kit.swarm import receipts
-from volunteer_kit.swarm.averager import SwarmGradientAverager
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.receipts import ReceiptWriter
 
 

@@ -13,8 +13,9 @@ from hivemind.compression import NoCompression
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.allreduce import Reduce
-from volunteer_kit.swarm.averager import Round, SwarmGradientAverager
+from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.following import FollowingOptimizer
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.reach import Reach
