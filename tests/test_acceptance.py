@@ -19,9 +19,10 @@ from volunteer_kit.swarm.acceptance import (
     reason_to_refuse_distance,
     reason_to_refuse_state,
 )
-from volunteer_kit.swarm.agreement import Told, sketch
+from volunteer_kit.swarm.agreement import FRESH_SIZE, Told, fresh_sketch, sketch
 
 NAN, INF = math.nan, math.inf
+NANS = np.full(FRESH_SIZE, NAN, "<f4").tobytes()
 
 
 def evidence(**words) -> Evidence:
@@ -96,8 +97,11 @@ def test_accounts_are_counted_by_what_they_held():
     }
     heard = hear(told(1.0), said)
     assert (heard.confirmed, heard.denied, heard.silent) == (2, [2, 1, 1], 3)
-    heard = hear(told(1.0), said, contradicting=[b"a", b"b"])  # as told, and yet not the model that was downloaded
-    assert (heard.confirmed, heard.denied, heard.silent) == (0, [2, 2, 1, 1], 3)
+    # a, b: as told, and yet not the model that was downloaded; f, g: elsewhere, and it cannot become what they hold
+    heard = hear(told(1.0), said, contradicting=[[b"a", b"b"], [b"f", b"g"], [b"h"]])
+    assert (heard.confirmed, heard.denied, heard.silent) == (0, [2, 2, 2, 1, 1, 1], 3)
+    heard = hear(told(1.0), said, close_by=[b"f", b"g"])
+    assert (heard.confirmed, heard.denied, heard.silent) == (4, [2, 1, 1], 1)
 
 
 def test_a_model_made_for_a_known_seed_is_seen_with_another():
@@ -109,23 +113,47 @@ def test_a_model_made_for_a_known_seed_is_seen_with_another():
     step[0], step[16] = signs[0], -signs[1]  # two rows that cancel out, in the first of the sums
     forged = right + 3 * step
 
-    def sketched(model: torch.Tensor, seed: int) -> np.ndarray:
+    def known(model: torch.Tensor, seed: int) -> np.ndarray:
         return np.frombuffer(sketch([model], seed), "<f4").astype(np.float64)
 
     norm = right.norm().item()
-    assert is_near(sketched(forged, 5), sketched(right, 5), 0.0, norm)
-    assert sum(is_near(sketched(forged, seed), sketched(right, seed), 0.0, norm) for seed in range(100, 120)) < 14
-    assert is_near(sketched(right, 7), sketched(right * (1 + 1e-6), 7), 0.0, norm)
-    assert is_near(sketched(right, 7), sketched(right * 1.01, 7), 0.01 * norm, norm), "a step lies between"
-    assert not is_near(sketched(right, 7), sketched(right * 1.1, 7), 0.01 * norm, norm)
+    assert is_near(known(forged, 5), known(right, 5), 0.0, norm)
+    assert not any(is_near(fresh(forged, seed), fresh(right, seed), 0.0, norm) for seed in range(100, 200))
+
+
+def fresh(model: torch.Tensor, seed: int) -> np.ndarray:
+    return np.frombuffer(fresh_sketch([model], seed), "<f4").astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [
+        torch.randn(2**16, generator=torch.Generator().manual_seed(1)),
+        torch.ones(2**16),  # a difference with a pattern: all alike, in one column, in one place
+        torch.eye(256)[3].repeat(256),
+        torch.nn.functional.one_hot(torch.tensor(5), 2**16).float(),
+    ],
+    ids=["random", "all", "column", "one"],
+)
+def test_whatever_the_difference_looks_like_its_size_is_seen(direction):
+    right = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
+    norm, unit = right.norm().item(), direction / direction.norm()
+    for seed in range(50):
+        for share in (1e-6, 0.01, 0.1):
+            moved = right + share * norm * unit
+            assert is_near(fresh(right, seed), fresh(moved, seed), share * norm, norm), "so many steps lie between"
+            assert is_near(fresh(right, seed), fresh(moved, seed), 0.6 * share * norm, norm) == (share == 1e-6)
 
 
 def test_testimony_of_strangers_is_read_with_care():
     words = told(1.0).words()
-    whole = read_testimony([words, 9, words[1]])
-    assert whole.told.is_same(told(1.0)) and whole.now == 9 and whole.fresh is not None
+    numbers = fresh(torch.ones(9), 7).astype("<f4").tobytes()
+    whole = read_testimony([words, 9, numbers])
+    assert whole.told.is_same(told(1.0)) and whole.now == 9 and len(whole.fresh) == FRESH_SIZE
+    assert read_testimony([words, 9, words[1]]).fresh is None, "a sketch of a known seed"
     assert read_testimony([None, 9, b""]).told is None and read_testimony([None, 9, b""]).fresh is None
-    for junk in (None, 7, [], [words], [words, "x", words[1]], [words, -1, words[1]], {"a": 1}, [7, 7, 7]):
+    all_junk = (None, 7, [words], [words, "x", numbers], [words, -1, numbers], {"a": 1}, [7, 7, 7], [words, 9, NANS])
+    for junk in all_junk:
         assert read_testimony(junk).fresh is None
 
 

@@ -37,14 +37,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from volunteer_kit.swarm.agreement import LINEAGE_SIZE, TOLERANCE, Told, distance, read_told
+from volunteer_kit.swarm.agreement import FRESH_SIZE, TOLERANCE, Told, distance, read_told
 from volunteer_kit.swarm.manifest import MANIFEST_EVERY, Manifest, OpensEnvelopes
 
 # nats. Losses of good states on a few public samples differ by some hundredths from epoch to epoch; a run that learns
 # loses 0.15 only when something is broken (the original's loss fell by about as much in its last 2,000 epochs)
 MAX_LOSS_RISE = 0.15
 LARGE_GAP = MANIFEST_EVERY  # epochs; a veteran that missed more is treated as a joiner
-SKETCH_ERROR = 3.0  # a distance is estimated within a factor of two, mostly (agreement.SKETCH_SIZE)
+SKETCH_ERROR = 1.25  # a distance is estimated within 15 % (agreement.FRESH_SIZE); the bound itself is of norms nearby
 WITNESSES = 8  # donors of other accounts that are asked
 
 Tensors = Sequence[torch.Tensor]
@@ -90,7 +90,7 @@ class Evidence:
     :param is_veteran: the ground is our own state, by our own steps
     :param moved, bounds: L2 distance of each parameter from the ground, and how large it can be; None: no bound known
     :param confirmed: other accounts that held the same at this epoch
-    :param denied: other accounts that held something else at this epoch, by what they held
+    :param denied: other accounts that held something else at this epoch, or hold what it cannot become, by what it is
     :param silent: other accounts that answered, and were not at this epoch
     :param loss, loss_of_ground: nats on public samples; None: not asked
     """
@@ -136,7 +136,7 @@ def reason_to_refuse_state(evidence: Evidence) -> str | None:
         return reason
     others = max(evidence.denied, default=0)
     if others > evidence.confirmed + 1:  # the donor's own account counts
-        return f"{others} other accounts held another model at epoch {evidence.epoch}"
+        return f"{others} other accounts hold another model than that of epoch {evidence.epoch}"
     if evidence.is_far:
         if not evidence.confirmed and (evidence.denied or evidence.silent):
             return f"no other account held this model at epoch {evidence.epoch}"
@@ -177,12 +177,18 @@ class Testimony:
 
 
 def read_testimony(words: Any) -> Testimony:
-    """A stranger's [told, epoch, sketch]."""
+    """A stranger's [told, epoch, fresh sketch]."""
     if not isinstance(words, (list, tuple)) or len(words) != 3:
         return Testimony(None)
-    now = read_told([words[1], words[2], bytes(LINEAGE_SIZE)])
-    told = read_told(words[0])
-    return Testimony(told) if now is None else Testimony(told, now.epoch, now.sketch)
+    now, told = read_told(words[1:2]), read_told(words[0])
+    return Testimony(told) if now is None else Testimony(told, now.epoch, _read_fresh(words[2]))
+
+
+def _read_fresh(values: Any) -> np.ndarray | None:
+    if not isinstance(values, bytes) or len(values) != 4 * FRESH_SIZE:
+        return None
+    numbers = np.frombuffer(values, "<f4").astype(np.float64)
+    return numbers if np.isfinite(numbers).all() else None
 
 
 def is_near(state: np.ndarray, fresh: np.ndarray, moved: float, norm: float) -> bool:
@@ -197,23 +203,25 @@ def is_near(state: np.ndarray, fresh: np.ndarray, moved: float, norm: float) -> 
 def hear(
     state: Told,
     said: Mapping[bytes, Told | None],
-    contradicting: Collection[bytes] = (),
+    contradicting: Sequence[Collection[bytes]] = (),
     close_by: Collection[bytes] = (),
 ) -> Witnesses:
     """Count accounts.
 
     :param state: what was downloaded, its sketch made anew from it
     :param said: account -> what it held at that epoch, None: it was not there
-    :param contradicting: accounts whose present model this state cannot have become
+    :param contradicting: accounts whose present model this state cannot have become; those of one model together
     :param close_by: accounts a few epochs away whose present model is as near as these allow
     """
     others: list[tuple[Told, int]] = []
-    found = Witnesses()
+    found, against = Witnesses(), {account for group in contradicting for account in group}
+    away: set[bytes] = set()
     for account, told in said.items():
         if told is None or told.epoch != state.epoch or told.sketch is None:
+            away.add(account)
             found.confirmed += account in close_by
             found.silent += account not in close_by
-        elif told.is_same(state) and account not in contradicting:
+        elif told.is_same(state) and account not in against:
             found.confirmed += 1
         else:
             for place, (other, count) in enumerate(others):
@@ -222,7 +230,8 @@ def hear(
                     break
             else:
                 others.append((told, 1))
-    found.denied = sorted((count for _, count in others), reverse=True)
+    denied = [count for _, count in others] + [len(away.intersection(group)) for group in contradicting]
+    found.denied = sorted(filter(None, denied), reverse=True)
     return found
 
 

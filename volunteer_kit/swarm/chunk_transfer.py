@@ -24,7 +24,7 @@ from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import enter_asynchronously
 from hivemind.utils.logging import get_logger
 
-from volunteer_kit.swarm.agreement import LINEAGE_SIZE, PAST, SKETCH_SIZE, sketch
+from volunteer_kit.swarm.agreement import FRESH_SIZE, LINEAGE_SIZE, PAST, SKETCH_SIZE, fresh_sketch
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.chunks import ChunkStore
 from volunteer_kit.swarm.fetching import HASHES, ChunkFetch, NotNow
@@ -40,7 +40,8 @@ NAME_SIZE = 8  # bytes of a root in the DHT; enough to find it
 MAX_DONORS = 64
 TELL_PATIENCE = 5.0  # s that a witness waits for its own step to an epoch that is about to come
 TELL_WITHIN = 10.0  # s for its answer
-MAX_WORDS = 1024  # bytes of an answer
+MAX_QUESTION = 64  # bytes
+MAX_WORDS = 4 * FRESH_SIZE + 512  # bytes of an answer
 SKETCHES_WAITING = 16
 SKETCH_EVERY = 2.0  # s, for one peer
 TESTIMONY_SIZE = 8 + 4 * SKETCH_SIZE + LINEAGE_SIZE + 8
@@ -143,7 +144,7 @@ class ChunkTransfer(SwarmAverager):
         that; they are of what we hold now, for what we held is gone.
         """
         self.doorkeeper.check(context.remote_id, "get_chunk")
-        words = self.serializer.loads(request.metadata) if len(request.metadata) < MAX_WORDS else None
+        words = self.serializer.loads(request.metadata) if len(request.metadata) < MAX_QUESTION else None
         if not isinstance(words, (list, tuple)) or [type(word) for word in words] != [int, int]:
             return averaging_pb2.DownloadData()
         epoch, seed = words
@@ -169,7 +170,7 @@ class ChunkTransfer(SwarmAverager):
         self._sketching += 1
         try:
             async with self._one_sketch, enter_asynchronously(self.get_tensors()) as tensors:
-                return self._held_epoch.value, await asyncio.to_thread(sketch, tensors, seed)
+                return self._held_epoch.value, await asyncio.to_thread(fresh_sketch, tensors, seed)
         finally:
             self._sketching -= 1
 

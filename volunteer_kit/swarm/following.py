@@ -124,7 +124,9 @@ class FollowingOptimizer(ObeyingOptimizer, hivemind.Optimizer):
         :param patience: s to wait for the first look at the others' progress, and for a donor to answer
         """
         deadline, taken = time.monotonic() + patience, self.stand_on_checkpoint()
-        self.tracker.fetched_global_progress_this_epoch.wait(patience)
+        self.tracker.look_again(timeout=patience)  # by itself it does every ten seconds, when nothing goes on
+        if self.tracker.global_progress.num_peers <= 1:  # a DHT node that has just come may know too few others
+            self.tracker.look_again(timeout=self.matchmaking_time)
         # a claim that nobody confirms yet (one peer is up, and a dead one's record is behind it) is waited for as well:
         # to take it for an empty swarm would be to start anew beside a running one
         while max(self.tracker.global_epoch, self.tracker.highest_claim) > self.local_epoch:

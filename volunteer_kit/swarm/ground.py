@@ -38,7 +38,7 @@ from volunteer_kit.swarm.acceptance import (
     reason_to_refuse_distance,
     reason_to_refuse_state,
 )
-from volunteer_kit.swarm.agreement import Told, sketch
+from volunteer_kit.swarm.agreement import Told, fresh_sketch, sketch
 from volunteer_kit.swarm.chunks import ChunksError, ChunkStore
 from volunteer_kit.swarm.fetching import Fetched
 from volunteer_kit.swarm.hub_chunks import HubDonor
@@ -229,29 +229,37 @@ class GroundedState(StateTransfer):
             if account is not None and account != donors_account and not is_new:
                 said.setdefault(account, testimony)
         contradicting = self._contradicting(parameters, epoch, seed, said)
+        against = {account for group in contradicting for account in group}
         close_by = [
             account
             for account, one in said.items()
             if one.told is None and one.fresh is not None and abs(one.now - epoch) <= MANIFEST_EVERY
         ]
-        close_by = [account for account in close_by if account not in contradicting]
-        return hear(state, {account: one.told for account, one in said.items()}, contradicting, close_by)
+        told = {account: one.told for account, one in said.items()}
+        return hear(state, told, contradicting, [account for account in close_by if account not in against])
 
     def _contradicting(
         self, parameters: Sequence[torch.Tensor], epoch: int, seed: int, said: dict[bytes, Testimony]
-    ) -> list[bytes]:
-        """Accounts whose present model is too far from what these parameters can have become."""
+    ) -> list[list[bytes]]:
+        """Accounts whose present model is too far from what these parameters can have become, by models."""
         if all(one.fresh is None for one in said.values()):
             return []
-        own = np.frombuffer(sketch(parameters, seed=seed), "<f4").astype(np.float64)
+        own = np.frombuffer(fresh_sketch(parameters, seed), "<f4").astype(np.float64)
         norm = math.hypot(*(torch.linalg.vector_norm(p, dtype=torch.float64).item() for p in parameters))
-        found = []
+        found: list[tuple[Testimony, list[bytes]]] = []
         for account, one in said.items():
-            if one.fresh is not None and abs(one.now - epoch) <= MAX_GAP:
-                moved = math.hypot(*self.trust.step_bound(parameters, *sorted((epoch, one.now))))
-                if not is_near(own, one.fresh, moved, norm):
-                    found.append(account)
-        return found
+            if one.fresh is None or abs(one.now - epoch) > MAX_GAP:
+                continue
+            moved = math.hypot(*self.trust.step_bound(parameters, *sorted((epoch, one.now))))
+            if is_near(own, one.fresh, moved, norm):
+                continue
+            here = ((first.fresh, group) for first, group in found if first.now == one.now)
+            group = next((group for fresh, group in here if is_near(fresh, one.fresh, 0.0, norm)), None)
+            if group is None:
+                found.append((one, [account]))
+            else:
+                group.append(account)
+        return [group for _, group in found]
 
     # --- signed states ---
 
