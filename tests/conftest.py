@@ -33,6 +33,71 @@ def peer():
     peer.shutdown()
 
 
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """The keys of a run "run"."""
+    from volunteer_kit.auth.keys import KeyFolder
+
+    folder = KeyFolder(tmp_path_factory.mktemp("keys"))
+    folder.create("run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def the_hub():
+    """A stand-in Hub, which is also the one of this process's client."""
+    from tests.hub import Hub
+    from tests.local_authority import this_hub
+
+    with Hub() as hub, this_hub(hub):
+        yield hub
+
+
+@pytest.fixture
+def hub(the_hub):
+    """`the_hub`, without the requests, faults and expired tokens of the test before."""
+    the_hub.forget()
+    the_hub.expired.clear()
+    the_hub.hides_orgs = False
+    return the_hub
+
+
+@pytest.fixture
+def anna(hub) -> str:
+    """The token of somebody who is in the organization "cats"."""
+    from tests.local_authority import add_person
+
+    return add_person(hub, "anna", "cats")
+
+
+@pytest.fixture
+def mona(hub) -> str:
+    """A moderator's token."""
+    from tests.local_authority import add_person
+
+    return add_person(hub, "Mona")
+
+
+@pytest.fixture(scope="module")
+def new_postgres():
+    """Makes a PostgreSQL database, and gives its URL."""
+    from tests.postgres import NoPostgres, postgres
+
+    try:
+        with postgres() as new_database:
+            yield new_database
+    except NoPostgres as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request, tmp_path) -> str:
+    """A test with it runs on both."""
+    if request.param == "sqlite":
+        return str(tmp_path / "authority.sqlite")
+    return request.getfixturevalue("new_postgres")()
+
+
 class Clock:
     """s, set by hand."""
 

@@ -17,6 +17,8 @@ from PIL import Image, ImageDraw
 
 from volunteer_kit.journal import Journal
 
+NOW = 1_790_000_000.0
+
 STAGES = ("waiting", "one", "many", "crowd", "silent", "young")
 DEVICES = ("Tesla T4", "Tesla T4", "Tesla P100-PCIE-16GB", "NVIDIA GeForce RTX 3060", "TPU v5e", "CPU, 4 threads",
            "NVIDIA GeForce RTX 4090", "Apple M2")  # fmt: skip
@@ -118,6 +120,28 @@ def _pictures(journal: Journal, folder: Path, end: float) -> None:
             path = folder / f"epoch-{epoch:07d}-{number}.png"
             image.save(path)
             journal.add_picture(end - (7617 - epoch) * 140, epoch, caption, path)
+
+
+def hostile_journal(folder: Path) -> Path:
+    """Two of its names are hidden, and strangers wrote markup wherever they may write."""
+    with Journal(folder / "journal.sqlite") as journal:
+        journal.add_metrics(time.time(), 5, 4.0, 10.0, 3, 0.5, 1280)
+        journal.add_event(NOW, "joined", username="secretperson", device="T4")
+        journal.add_event(NOW, "banned", username="mallory", reason="copied SecretPerson's <script>alert(1)</script>")
+        journal.add_event(NOW, "warning", "seen near secretperson", by="secretperson")
+        journal.set_members([{"username": "secretperson", "peer_id": "Qmsecret", "device": "<b>T4</b>", "here": True}])
+        journal.set_leaderboard([
+            {"username": "SecretPerson", "samples": 900, "seconds": 7200, "machines": 2},
+            {"username": "quietone", "samples": 100, "seconds": 3600, "machines": 1},
+            {"username": "<img src=x onerror=alert(1)>", "samples": 10},
+        ])  # fmt: skip
+        picture = folder / "pictures" / "a.png"
+        picture.parent.mkdir()
+        picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+        journal.add_picture(NOW, 5, 'by secretperson "><script>alert(2)</script></script>', picture)
+        journal.hide("secretperson", True)
+        journal.hide("quietone", True)
+    return folder
 
 
 if __name__ == "__main__":

@@ -22,76 +22,23 @@ import os
 import re
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hub_uploads import Uploads
 
-ELSEWHERE = (".parquet", ".safetensors", ".bin", ".tar")  # files that lie on the other host
-REVISION = "refs/[^/]+/[^/]+|[^/]+"
-PAGE = 1000  # entries of a listing
+sys.path.append(str(Path(__file__).parents[1]))  # a benchmark imports this as `hub`, with only tests/ on its path
 
-
-class Asked(NamedTuple):
-    """A request as it came."""
-
-    method: str
-    path: str  # with the query
-    range: str | None
-    token: str | None
-
-
-@dataclass
-class Repo:
-    files: dict[str, bytes | Path]
-    commit: str
-    revisions: tuple[str, ...]
-    gated: bool
-    private: bool
-
-    def size(self, name: str) -> int:
-        content = self.files[name]
-        return content.stat().st_size if isinstance(content, Path) else len(content)
-
-
-@dataclass
-class Fault:
-    part: str  # of the path
-    times: int
-    status: int | None
-    retry_after: int | None
-    cut_after: int | None  # bytes of a body, then the connection is reset
-
-
-@dataclass
-class App:
-    """An OAuth app of a host: what its login page at the Hub gives, and to whom (RFC 6749, RFC 7636)."""
-
-    client_id: str
-    person: str = "mona"  # who is logged in at the Hub in this browser
-    scope: str = "openid profile"
-    codes: dict[str, dict[str, str]] = field(default_factory=dict)  # code -> what the browser brought
-
-
-@dataclass
-class Device:
-    """The login in the browser (RFC 8628): what a person does there, and what the Hub then gives."""
-
-    token: str = "hf_from_browser"
-    scope: str | None = "openid profile"
-    pending: int = 1  # polls until the person has answered
-    answer: str = "granted"  # or an OAuth error: access_denied, expired_token
-    interval: float = 0.05  # s; the Hub says 5
-    expires_in: float = 300.0  # s
-    clients: list[str] = field(default_factory=list)  # ids of the apps that asked
-    polls: int = 0
+from tests.hub_files import Files
+from tests.hub_logins import Logins
+from tests.hub_parts import App, Asked, Device, Fault, Refused, Repo
+from tests.hub_uploads import Uploads
 
 
 class Hub(ThreadingHTTPServer):
@@ -207,24 +154,20 @@ class Hub(ThreadingHTTPServer):
             return fault
 
     def find(self, kind: str, name: str, revision: str | None, token: str | None) -> Repo:
-        """Raises _Refused as the Hub does."""
+        """Raises Refused as the Hub does."""
         repo = self._repos.get((kind, name))
         if repo is None or (repo.private and token not in self.admitted):
-            raise _Refused(404 if token in self.tokens else 401, "RepoNotFound")
+            raise Refused(404 if token in self.tokens else 401, "RepoNotFound")
         if revision is not None and revision not in (*repo.revisions, repo.commit):
-            raise _Refused(404, "RevisionNotFound")
+            raise Refused(404, "RevisionNotFound")
         return repo
 
     def admit(self, repo: Repo, token: str | None) -> None:
         if repo.gated and token not in self.admitted:
-            raise _Refused(403 if token in self.tokens else 401, "GatedRepo")
+            raise Refused(403 if token in self.tokens else 401, "GatedRepo")
 
 
-class _Refused(Exception):
-    pass
-
-
-class _Handler(Uploads, BaseHTTPRequestHandler):
+class _Handler(Uploads, Logins, Files, BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
     wbufsize = 2**16
@@ -253,8 +196,10 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
             wait = self._fault.retry_after
             return self._say({"error": "no"}, self._fault.status, {"Retry-After": str(wait)} if wait else {})
         try:
-            self._route(unquote(urlsplit(self.path).path), token, body)
-        except _Refused as why:
+            path = unquote(urlsplit(self.path).path)
+            if not self._take_upload(path, token, body) and not self._take_login(path, token, body):
+                self._show(path, token, body)
+        except Refused as why:
             status, code = why.args
             self._say({"error": code}, status, {"X-Error-Code": code, "X-Error-Message": code})
 
@@ -267,137 +212,6 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
         return body
-
-    def _route(self, path: str, token: str | None, body: bytes) -> None:
-        if self._take_upload(path, token, body):
-            return
-        if path == "/api/whoami-v2":
-            self._whoami(token)
-        elif path in ("/oauth/device", "/oauth/token"):
-            form = {name: values[0] for name, values in parse_qs(body.decode()).items()}
-            is_code = form.get("grant_type") == "authorization_code"
-            answer = self._device if path == "/oauth/device" else self._code_token if is_code else self._device_token
-            answer(form)
-        elif path == "/oauth/authorize":
-            self._authorize({name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()})
-        elif path == "/oauth/userinfo":
-            self._userinfo(token)
-        elif match := re.fullmatch(r"/cdn/(models|datasets)/(.+?)/-/(.+)", path):
-            if token or parse_qs(urlsplit(self.path).query).get("signature") != ["yes"]:
-                raise _Refused(400, "OnlyOneAuthMechanismAllowed")
-            self._send(self.server._repos[match[1], match[2]].files[match[3]], {"ETag": '"other"'})
-        elif match := re.fullmatch(rf"/(?:(datasets)/)?(.+?)/resolve/({REVISION})/(.+)", path):
-            self._resolve(match[1] or "models", *match.groups()[1:], token)
-        elif match := re.fullmatch(r"/api/(models|datasets)/([^/]+(?:/[^/]+)?)/auth-check", path):
-            self.server.admit(self.server.find(match[1], match[2], None, token), token)
-            self._say({})
-        elif match := re.fullmatch(rf"/api/(models|datasets)/(.+?)/(tree|paths-info)/({REVISION})(.*)", path):
-            repo = self.server.find(match[1], match[2], match[4], token)
-            self._tree(repo, match[5].strip("/")) if match[3] == "tree" else self._paths(repo, body)
-        elif match := re.fullmatch(r"/api/(models|datasets)/([^/]+(?:/[^/]+)?)(?:/(refs)|/revision/(.+))?", path):
-            repo = self.server.find(match[1], match[2], match[4], token)
-            self._say(_refs(repo) if match[3] else _about(match[2], repo))
-        else:
-            raise _Refused(404, "NotFound")
-
-    def _whoami(self, token: str | None) -> None:
-        hub = self.server
-        if token in hub.expired:
-            message = 'User Access Token "mine" is expired'
-            return self._say({"error": message}, 401, {"X-Error-Message": message})
-        if token not in hub.tokens:
-            message = "Invalid credentials in Authorization header"
-            return self._say({"error": message}, 401, {"X-Error-Message": message})
-        name = hub.tokens[token]
-        orgs = [{"type": "org", "name": org, "roleInOrg": "read"} for org in hub.orgs.get(name, [])]
-        if hub.hides_orgs and token.startswith("hf_oauth_"):
-            orgs = []
-        auth = {"type": "access_token", "accessToken": hub.rights[token]} if token in hub.rights else {}
-        self._say({"type": "user", "id": hub.ids.get(name, f"id-{name}"), "name": name, "orgs": orgs, "auth": auth})
-
-    def _userinfo(self, token: str | None) -> None:
-        name = self.server.tokens.get(token or "")
-        if name is None or not token.startswith("hf_oauth_"):
-            return self._say({"error": "no"}, 401)
-        orgs = [{"sub": org, "name": org.title(), "preferred_username": org} for org in self.server.orgs.get(name, [])]
-        self._say({"sub": f"id-{name}", "preferred_username": name, "orgs": orgs})
-
-    def _authorize(self, query: dict[str, str]) -> None:
-        """The person agrees at once."""
-        app = self.server.app
-        if app is None or query["client_id"] != app.client_id or query["code_challenge_method"] != "S256":
-            return self._say({"error": "invalid_client"}, 400)
-        code = f"secret-code-{len(app.codes)}"
-        app.codes[code] = query
-        back = f"{query['redirect_uri']}?code={code}&state={quote(query['state'])}"
-        self._say({}, 302, {"Location": back})
-
-    def _code_token(self, form: dict[str, str]) -> None:
-        app = self.server.app
-        begun = app.codes.pop(form["code"], None) if app else None
-        digest = hashlib.sha256(form["code_verifier"].encode()).digest()
-        challenge = base64.urlsafe_b64encode(digest).decode().rstrip("=")
-        if begun is None or begun["code_challenge"] != challenge or begun["redirect_uri"] != form["redirect_uri"]:
-            return self._say({"error": "invalid_grant"}, 400)
-        token = self.server.oauth_token(app.person, app.client_id, app.scope)
-        self._say({"access_token": token, "token_type": "bearer", "expires_in": 28800, "scope": app.scope})
-
-    def _device(self, form: dict[str, str]) -> None:
-        device = self.server.device
-        device.clients.append(form["client_id"])
-        link = f"{self.server.url}/oauth/device/verify"
-        answer = {"device_code": "secret-device-code", "user_code": "52AT-FLYZ", "verification_uri": link}
-        answer["verification_uri_complete"] = f"{link}?user_code=52AT-FLYZ"
-        self._say(answer | {"expires_in": device.expires_in, "interval": device.interval})
-
-    def _device_token(self, form: dict[str, str]) -> None:
-        device = self.server.device
-        device.polls += 1
-        if form.get("device_code") != "secret-device-code" or form.get("client_id") != device.clients[-1]:
-            return self._say({"error": "invalid_grant"}, 400)
-        if device.polls <= device.pending:
-            return self._say({"error": "authorization_pending"}, 400)
-        if device.answer != "granted":
-            return self._say({"error": device.answer}, 400)
-        scope = {} if device.scope is None else {"scope": device.scope}
-        self._say({"access_token": device.token, "token_type": "bearer", "expires_in": 2592000, **scope})
-
-    def _resolve(self, kind: str, name: str, revision: str, file: str, token: str | None) -> None:
-        repo = self.server.find(kind, name, revision, token)
-        self.server.admit(repo, token)
-        headers = {"X-Repo-Commit": repo.commit}
-        if file not in repo.files:
-            return self._say({"error": "EntryNotFound"}, 404, {**headers, "X-Error-Code": "EntryNotFound"})
-        etag = f'"{hashlib.sha1((repo.commit + file).encode()).hexdigest()}"'
-        if not file.endswith(ELSEWHERE):
-            return self._send(repo.files[file], {**headers, "ETag": etag})
-        place = f"http://localhost:{self.server.server_address[1]}/cdn/{kind}/{name}/-/{quote(file)}?signature=yes"
-        linked = {"X-Linked-Size": str(repo.size(file)), "X-Linked-Etag": etag, "Location": place}
-        self._say({}, 302, {**headers, **linked})
-
-    def _tree(self, repo: Repo, folder: str) -> None:
-        query = parse_qs(urlsplit(self.path).query)
-        is_deep = query.get("recursive", ["false"])[0].lower() in ("true", "1")
-        entries = {}
-        for name in sorted(repo.files):
-            parts = name.split("/")
-            for depth in range(1, len(parts) + 1):
-                path = "/".join(parts[:depth])
-                parent = "/".join(parts[: depth - 1])
-                if parent == folder or (is_deep and (not folder or parent.startswith(folder + "/"))):
-                    entries[path] = _entry(repo, path)
-        if folder and not entries and folder not in repo.files:
-            raise _Refused(404, "EntryNotFound")
-        first = int(query.get("cursor", ["0"])[0])
-        more = f"{self.server.url}{urlsplit(self.path).path}?recursive={is_deep}&cursor={first + PAGE}"
-        headers = {"Link": f'<{more}>; rel="next"'} if first + PAGE < len(entries) else {}
-        self._say(list(entries.values())[first : first + PAGE], headers=headers)
-
-    def _paths(self, repo: Repo, body: bytes) -> None:
-        is_json = "json" in (self.headers.get("Content-Type") or "")
-        paths = json.loads(body)["paths"] if is_json else parse_qs(body.decode()).get("paths", [])
-        known = {"/".join(name.split("/")[:n]) for name in repo.files for n in range(1, name.count("/") + 2)}
-        self._say([_entry(repo, path) for path in paths if path in known])
 
     def _say(self, answer: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         self._send(json.dumps(answer).encode(), {"Content-Type": "application/json", **(headers or {})}, status)
@@ -433,22 +247,3 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
             while start < stop and (data := file.read(min(stop - start, 2**20))):
                 self.wfile.write(data)
                 start += len(data)
-
-
-def _entry(repo: Repo, path: str) -> dict[str, Any]:
-    oid = hashlib.sha1(path.encode()).hexdigest()
-    if path not in repo.files:
-        return {"type": "directory", "path": path, "oid": oid, "size": 0}
-    return {"type": "file", "path": path, "oid": oid, "size": repo.size(path)}
-
-
-def _refs(repo: Repo) -> dict[str, Any]:
-    branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": repo.commit} for name in repo.revisions]
-    return {"branches": branches, "converts": [], "tags": [], "pullRequests": []}
-
-
-def _about(name: str, repo: Repo) -> dict[str, Any]:
-    files = [{"rfilename": file} for file in repo.files]
-    return {"_id": repo.commit[:24], "id": name, "sha": repo.commit, "private": repo.private, "siblings": files} | {
-        "gated": "manual" if repo.gated else False, "disabled": False, "downloads": 0, "likes": 0, "tags": [],
-    }  # fmt: skip

@@ -10,6 +10,8 @@ import re
 
 import yaml
 
+from tests.hub_parts import Refused
+
 REGULAR_UP_TO = 4096  # bytes; the Hub decides by name and size, and takes weights and pictures by LFS
 
 
@@ -45,10 +47,8 @@ class Uploads:
         return True
 
     def _require_writer(self, token: str | None) -> None:
-        from hub import _Refused
-
         if token not in self.server.writers:
-            raise _Refused(403 if token in self.server.tokens else 401, "Forbidden")
+            raise Refused(403 if token in self.server.tokens else 401, "Forbidden")
 
     def _validate(self, content: str) -> None:
         front = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)

@@ -14,8 +14,8 @@ from unittest import mock
 
 from cryptography.hazmat.primitives.asymmetric import rsa
 from fastapi import FastAPI
-from hub import Hub
 
+from tests.hub import Hub
 from volunteer_kit.auth import identity
 from volunteer_kit.auth.access_token import KeyFolder, Trust
 from volunteer_kit.auth.authority.app import create_app

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hub import Hub
-from local_authority import Authority, add_person, make_authority, served, this_hub
 
+from tests.hub import Hub
+from tests.local_authority import Authority, add_person, make_authority, served, this_hub
 from tests.local_swarm import ROOT, LocalPeer
 from volunteer_kit.auth.moderation import Allowlist
 from volunteer_kit.journal import JournalReader

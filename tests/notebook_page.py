@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import older_ipykernel
 from jupyter_client import BlockingKernelClient, KernelManager
+
+from tests import older_ipykernel
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = 60  # s until something is there; a busy machine takes long to start anything

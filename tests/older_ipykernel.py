@@ -1,6 +1,6 @@
 """ipykernel 6 beside the installed one, for a kernel that is started with `PYTHONPATH=FOLDER`.
 
-    python tests/older_ipykernel.py    # fetch it into the cache folder and print where it is
+`python tests/older_ipykernel.py` fetches it into the cache folder and prints where it is.
 """
 
 from __future__ import annotations

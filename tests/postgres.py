@@ -11,10 +11,8 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psycopg
-import pytest
 
 from volunteer_kit.swarm.peer import free_port
 
@@ -24,26 +22,6 @@ _numbers = itertools.count()
 
 class NoPostgres(Exception):
     """Why there is none."""
-
-
-def fixtures() -> tuple[Any, Any]:
-    """For a test module: `new_postgres, database = fixtures()`. A test with `database` runs on both databases."""
-
-    @pytest.fixture(scope="module")
-    def new_postgres() -> Iterator[Callable[[], str]]:
-        try:
-            with postgres() as new_database:
-                yield new_database
-        except NoPostgres as why:
-            pytest.skip(str(why))
-
-    @pytest.fixture(params=["sqlite", "postgresql"])
-    def database(request: Any, tmp_path: Path) -> str:
-        if request.param == "sqlite":
-            return str(tmp_path / "authority.sqlite")
-        return request.getfixturevalue("new_postgres")()
-
-    return new_postgres, database
 
 
 @contextlib.contextmanager

@@ -9,22 +9,16 @@ from pathlib import Path
 
 import pytest
 import requests
-from browser import chromium
-from hub import App, Hub
-from local_authority import add_person, join_body, make_authority, served, this_hub
 from playwright.sync_api import Browser, Page, expect
 
+from tests.browser import chromium
+from tests.hub import App
+from tests.local_authority import add_person, join_body, make_authority, served
 from volunteer_kit.swarm.peer import free_port
 
 pytestmark = pytest.mark.slow
 PHONE = {"viewport": {"width": 375, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 DESK = {"viewport": {"width": 1100, "height": 900}}
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub() as hub, this_hub(hub):
-        yield hub
 
 
 @pytest.fixture(scope="module")

@@ -17,22 +17,15 @@ import typer
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
-from hub import Hub
-from local_authority import RUN, add_person, join_body, key, make_authority, served, this_hub
 from typer.testing import CliRunner
 
+from tests.local_authority import RUN, add_person, join_body, key, make_authority, served
 from volunteer_kit import authority_door, cli_host
 from volunteer_kit.auth.access_token import KeyFolder, KeysError, Trust
 from volunteer_kit.auth.authority.server import serve
 from volunteer_kit.auth.authority.settings import AuthorityError
 from volunteer_kit.auth.authority_client import AuthorityRefused
 from volunteer_kit.run_reader import RUN_FILES, RunError
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub() as hub, this_hub(hub):
-        yield hub
 
 
 def write_run(folder: Path, public_key: str, **more: Any) -> Path:

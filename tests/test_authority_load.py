@@ -16,23 +16,21 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from hub import Hub
 from hypothesis import HealthCheck, given, settings
-from local_authority import RUN, Authority, add_person, join_body, key, make_authority, refresh_body, served, this_hub
-from postgres import fixtures
 
+from tests.local_authority import (
+    RUN,
+    Authority,
+    add_person,
+    join_body,
+    key,
+    make_authority,
+    refresh_body,
+    served,
+)
 from volunteer_kit.auth.access_token import KeyFolder
 
 PEERS = 50
-
-
-new_postgres, database = fixtures()
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub() as hub, this_hub(hub):
-        yield hub
 
 
 @pytest.fixture

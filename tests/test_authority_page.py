@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from hub import App, Hub
-from local_authority import URL, Authority, add_person, join_body, make_authority, this_hub
 
+from tests.hub import App, Hub
+from tests.local_authority import URL, Authority, add_person, join_body, make_authority
 from volunteer_kit.auth.authority.settings import Pace
 from volunteer_kit.auth.moderation import Allowlist
 
 
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub() as hub, this_hub(hub):
-        add_person(hub, "Mona")
-        add_person(hub, "anna", "cats")
-        yield hub
+@pytest.fixture
+def hub(hub) -> Hub:
+    add_person(hub, "Mona")
+    add_person(hub, "anna", "cats")
+    return hub
 
 
 MONA, ANNA = "hf_MonareadSecret", "hf_annareadSecret"

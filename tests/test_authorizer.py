@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hub import Hub
-from local_authority import RUN, Authority, add_person, key, make_authority, served, this_hub
 
+from tests.hub import Hub
+from tests.local_authority import RUN, Authority, add_person, key, make_authority, served
 from volunteer_kit.auth import authorizer as module
 from volunteer_kit.auth.access_token import KeyFolder, Trust, peer_id_of_key, read_token
 from volunteer_kit.auth.authority_client import AuthorityRefused
@@ -29,18 +29,11 @@ SOON = 20.0  # s; nothing here takes that long
 ANNA = "hf_annareadSecret"
 
 
-@pytest.fixture(scope="module")
-def the_hub() -> Iterator[Hub]:
-    with Hub() as hub, this_hub(hub):
-        yield hub
-
-
 @pytest.fixture
-def hub(the_hub) -> Hub:
-    the_hub.forget()
-    add_person(the_hub, "anna", "cats")
-    add_person(the_hub, "Mona")
-    return the_hub
+def hub(hub) -> Hub:
+    add_person(hub, "anna", "cats")
+    add_person(hub, "Mona")
+    return hub
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import torch
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer, ValueWithExpiration
 
+from tests.waiting import wait_until
 from volunteer_kit.swarm import fetching
 from volunteer_kit.swarm.chunk_transfer import _read_request, read_chunk_donors
 from volunteer_kit.swarm.chunks import ChunksError, ChunkStore, root_of, state_bytes, state_root
@@ -266,20 +267,13 @@ def hub_file(store: ChunkStore, ranges: list | None = None, spoil: int | None = 
     return read
 
 
-def until(done) -> None:
-    deadline = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_the_hub_gives_what_is_missing(whole, empty):
     empty.put_hashes(whole.hashes)
     for index in (1, 4):
         empty.put(index, whole.get(index))
     ranges = []
     hub = HubDonor(hub_file(whole, ranges), manifest_of(whole), empty)
-    until(lambda: empty.is_complete)
+    wait_until(lambda: empty.is_complete)
     hub.stop()
     assert empty.verify() and hub.given == whole.num_chunks - 2
     assert all(offset % CHUNK == 0 and length <= 8 * CHUNK for offset, length in ranges)
@@ -289,7 +283,7 @@ def test_the_hub_gives_what_is_missing(whole, empty):
 def test_the_hub_alone_is_enough(whole, empty, monkeypatch):
     monkeypatch.setattr("volunteer_kit.swarm.hub_chunks.PATIENCE", 0.0)
     HubDonor(hub_file(whole), manifest_of(whole), empty)
-    until(lambda: empty.is_complete)
+    wait_until(lambda: empty.is_complete)
     assert empty.verify() and empty.read(state())[0] == METADATA
 
 
@@ -300,7 +294,7 @@ def test_a_false_file_on_the_hub_is_left_alone(whole, empty, monkeypatch, listed
         empty.put_hashes(whole.hashes)
     before = set(threading.enumerate())
     HubDonor(hub_file(whole, spoil=3), manifest_of(whole), empty)
-    until(lambda: not [t for t in set(threading.enumerate()) - before if t.name == "hub chunks"])
+    wait_until(lambda: not [t for t in set(threading.enumerate()) - before if t.name == "hub chunks"])
     assert not empty.is_complete and 3 in empty.missing()
 
 

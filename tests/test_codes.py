@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from shard_files import SAFE, serve
 
+from tests.shard_files import SAFE, serve
 from volunteer_kit.data import codes as codes_module
 from volunteer_kit.data.code_shards import (
     MAX_INDEX,

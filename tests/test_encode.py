@@ -24,10 +24,10 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
-from shard_files import good_shard, picture, record, serve, write_tar
-from test_laion import emoji_folder
 from typer.testing import CliRunner
 
+from tests.shard_files import good_shard, picture, record, serve, write_tar
+from tests.test_laion import emoji_folder
 from volunteer_kit.cli import app
 from volunteer_kit.data.code_shards import checksum, parse_index
 from volunteer_kit.data.codes import CodeSource

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model import SHARED, VARIANTS, batch, build
 from torch.nn import functional as F
 
+from tests.test_model import SHARED, VARIANTS, batch, build
 from volunteer_kit.model import matmul, sparse_attention, upstream
 from volunteer_kit.model.attention import attend
 from volunteer_kit.model.dalle import Dalle

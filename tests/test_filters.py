@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from shard_files import SAFE, picture, read, record, write_tar
 
+from tests.shard_files import SAFE, picture, read, record, write_tar
 from volunteer_kit.data.causes import CAUSES
 from volunteer_kit.data.filters import MAX_CAPTION, accept
 from volunteer_kit.data.settings import Columns, DataConfig, Filters

@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from test_model import SHARED, batch, build
+
+from tests.test_model import SHARED, batch, build
 
 ROADS = {
     "masked": {"padding": "masked"},

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from shard_files import FAST, answering, good_shard, open_source, read, record, serve, write_tar
 
+from tests.shard_files import FAST, answering, good_shard, open_source, read, record, serve, write_tar
 from volunteer_kit.data.shards import open_shard
 from volunteer_kit.data.source import Limits, ShardError
 from volunteer_kit.data.sources import usable_records

@@ -6,8 +6,8 @@ import time
 from email.utils import formatdate
 
 import pytest
-from shard_files import FAST, answering, good_shard, open_source, read, serve
 
+from tests.shard_files import FAST, answering, good_shard, open_source, read, serve
 from volunteer_kit.data import hosts as room
 from volunteer_kit.data.hosts import LONGEST_PAUSE, MAX_HOSTS, Hosts, host_of, hosts_of
 from volunteer_kit.data.source import ShardError

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub import Hub
-from shard_files import picture, red_level
 
+from tests.hub import Hub
+from tests.shard_files import picture, red_level
 from volunteer_kit.data.settings import Columns, Filters
 
 N = 16  # codes a sample

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from jupyter_client import KernelManager
-from notebook_page import Page, kernel, opened
+
+from tests.notebook_page import Page, kernel, opened
 
 START = """
 import ipywidgets, time

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from shard_files import FAST, good_shard, open_source, picture, read, record, red_level, serve, write_tar
 
+from tests.shard_files import FAST, good_shard, open_source, picture, read, record, red_level, serve, write_tar
 from volunteer_kit.data import laion
 from volunteer_kit.data.causes import CAUSES
 from volunteer_kit.data.errors import DataError

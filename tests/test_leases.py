@@ -11,8 +11,8 @@ from hivemind.p2p import P2P
 from hivemind.utils.crypto import RSAPrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
-from local_swarm import LocalPeer
 
+from tests.local_swarm import LocalPeer
 from volunteer_kit.swarm.lease_records import END, Free, LeaseRecord, free_ranges, merged, overlap
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 

@@ -32,13 +32,6 @@ NOW = time.time()
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = KeyFolder(tmp_path_factory.mktemp("keys"))
-    folder.create("run")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def sign(keys):
     return keys.signer("monitor").sign
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from hivemind.p2p import PeerID
-from hub import Hub
-from local_authority import RUN, add_person, make_authority, served, this_hub
 
+from tests.hub import Hub
+from tests.local_authority import RUN, add_person, make_authority, served, this_hub
 from volunteer_kit.auth.access_token import BanList
 from volunteer_kit.auth.authority_client import AuthorityRefused
 from volunteer_kit.auth.identity import LoginError

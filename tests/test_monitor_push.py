@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hub import Hub
 
+from tests.hub import Hub
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.monitor import errands

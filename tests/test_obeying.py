@@ -11,7 +11,7 @@ import torch
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from volunteer_kit.auth.keys import KeyFolder, Trust
+from volunteer_kit.auth.keys import Trust
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.acceptance import StateTrust
 from volunteer_kit.swarm.agreement import (
@@ -83,13 +83,6 @@ def test_groups_are_of_one_order():
 
 
 # --- one peer that obeys ---
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = KeyFolder(tmp_path_factory.mktemp("keys"))
-    folder.create("run")
-    return folder
 
 
 @pytest.fixture(scope="module")

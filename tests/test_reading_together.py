@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hivemind.utils import ValueWithExpiration
-from shard_files import good_shard
 
+from tests.shard_files import good_shard
 from volunteer_kit.data.leases import Lease
 from volunteer_kit.data.ledger import Ledger
 from volunteer_kit.data.settings import DataConfig

@@ -13,7 +13,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from tests.test_records import Somebody, record_of, store_as
+from tests.somebody import Somebody, record_of, store_as
 from volunteer_kit.swarm.agreement import BEGINNING, advance
 from volunteer_kit.swarm.credit_bounds import Bounds, Machine, believed_weights, fit, level, speed_bound
 from volunteer_kit.swarm.receipts import (

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from shard_files import good_shard, record, serve, write_tar
 
+from tests.shard_files import good_shard, record, serve, write_tar
+from tests.waiting import wait_until
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.scenes import all_scenes, is_held_out, parse_caption
 from volunteer_kit.data.settings import DataConfig, Filters
@@ -56,13 +57,6 @@ def keys(reader: SampleStream, count: int, batch_size: int = 5) -> list[str]:
     while len(found) < count:
         found += reader.next_batch(min(batch_size, count - len(found))).keys
     return found
-
-
-def wait_until(true) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

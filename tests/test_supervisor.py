@@ -21,7 +21,7 @@ from volunteer_kit.training.protocol import OFFLINE, RENEW, Leave, WorkerSpec
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes through /proc")
 
 # Plain prints: no import of the kit, so that a hundred of them start quickly.
-STAND_IN = r'''
+STAND_IN = r"""
 import json, os, signal, subprocess, sys, time
 
 def tell(event, **fields):
@@ -67,7 +67,7 @@ for line in sys.stdin:
         tell("warning", kind="busy", message="not now")
 while "ignore" in life:
     time.sleep(1)
-'''
+"""
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from hub import Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.hub import Hub
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.scenes import all_scenes
 from volunteer_kit.data.tokenizer import load_tokenizer

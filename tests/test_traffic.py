@@ -153,11 +153,8 @@ def test_parameters_come_first_and_the_step_waits_for_the_statistics(pair):
         averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
     assert joiner.complete and joiner.allow_state_sharing
     assert digest(joiner.state_tensors()) == digest(donor.state_tensors())
-    assert joiner.metadata() == donor.metadata() == {
-        "epoch": 4,
-        "lineage": donor.told[2].hex(),
-        "numbers": [4, 4],
-    }
+    expected = {"epoch": 4, "lineage": donor.told[2].hex(), "numbers": [4, 4]}
+    assert joiner.metadata() == donor.metadata() == expected
     assert joiner.told == donor.told
 
 

@@ -63,10 +63,11 @@ def anything(seed: int, **changes) -> CostDevice:
 
 
 def test_where_running_out_of_memory_means_to_be_killed_it_never_does():
-    for seed in range(150):
-        one = anything(seed, is_host=True)
-        if one.peak(Setting(1, True)) < one.total:  # else nobody could train there
-            tune(one)  # raises Killed
+    anywhere = [anything(seed, is_host=True) for seed in range(150)]
+    able = [one for one in anywhere if one.peak(Setting(1, True)) < one.total]
+    assert len(able) > 75, "else nobody could train there"
+    for one in able:
+        tune(one)  # raises Killed
 
 
 def test_on_a_card_memory_runs_out_once_at_most_and_what_is_settled_on_leaves_room():

@@ -14,10 +14,11 @@ from unittest import mock
 import nbformat
 import psutil
 import pytest
-from hub import Hub
 from jupyter_client import KernelManager
 from nbclient import NotebookClient
-from notebook_page import ROOT, Page, kernel, opened
+
+from tests.hub import Hub
+from tests.notebook_page import ROOT, Page, kernel, opened
 
 READ, WRITE = "hf_readonlyAAAA", "hf_writesBBBB"
 START = """

@@ -8,7 +8,7 @@ from hivemind.dht import DHT
 from hivemind.utils import get_dht_time
 
 from credit_parts.peer import RUN
-from tests.test_records import Somebody, store_as
+from tests.somebody import Somebody, store_as
 from volunteer_kit.swarm.agreement import BEGINNING
 from volunteer_kit.swarm.receipts import Receipt, ReceiptBoard, Reduced, make_receipt, receipts_key
 
