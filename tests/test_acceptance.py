@@ -95,13 +95,16 @@ def test_accounts_are_counted_by_what_they_held():
         b"h": Told(5),
         b"i": told(1.0, order=1),
     }
-    heard = hear(told(1.0), said)
+    here = [b"a", b"b", b"f", b"g"]
+    heard = hear(told(1.0), said, near=here)
     assert (heard.confirmed, heard.denied, heard.silent) == (2, [2, 1, 1], 3)
     # a, b: as told, and yet not the model that was downloaded; f, g: elsewhere, and it cannot become what they hold
-    heard = hear(told(1.0), said, contradicting=[[b"a", b"b"], [b"f", b"g"], [b"h"]])
+    heard = hear(told(1.0), said, contradicting=[[b"a", b"b"], [b"f", b"g"], [b"h"]], near=[])
     assert (heard.confirmed, heard.denied, heard.silent) == (0, [2, 2, 2, 1, 1, 1], 3)
-    heard = hear(told(1.0), said, close_by=[b"f", b"g"])
+    heard = hear(told(1.0), said, near=here, close_by=[b"f", b"g"])
     assert (heard.confirmed, heard.denied, heard.silent) == (4, [2, 1, 1], 1)
+    heard = hear(told(1.0), said)  # they say so, and show nothing that could not be made to fit
+    assert (heard.confirmed, heard.denied, heard.silent) == (0, [2, 1, 1], 5)
 
 
 def test_a_model_made_for_a_known_seed_is_seen_with_another():

@@ -17,7 +17,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from tests.trust import RunKeys
 from volunteer_kit.auth.access_token import peer_id_of_key
-from volunteer_kit.swarm.admitted_dht import LONGEST, MAX_VALUE, UNSIGNED, AdmittedDHTProtocol
+from volunteer_kit.swarm.admitted_dht import LONGEST, MAX_HANDED_ON, MAX_VALUE, UNSIGNED, AdmittedDHTProtocol
 
 B, C = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (2, 3))
 KEY, STATEMENTS = DHTID.generate("leaders").to_bytes(), DHTID.generate("statements").to_bytes()
@@ -64,14 +64,35 @@ def of(subkey) -> bytes:
     return MSGPackSerializer.dumps(subkey)
 
 
-def test_what_nobody_has_signed_is_not_kept_for_long(node):
-    assert store(node, of(b"place"), b"\x01", UNSIGNED - 5)
-    assert not store(node, of(b"place"), b"\x01", UNSIGNED + 5)
-    assert store(node, of(owner()[0]), b"\x01", LONGEST - 5)
-    assert not store(node, of(owner()[0]), b"\x01", LONGEST + 5)
+def test_what_nobody_has_signed_is_not_kept_for_long(node, run):
+    subkey, dora = owner()
+    assert node.admission.show(run.token(dora, "dora"), dora) is None
+    place = of(B.to_bytes())
+    assert store(node, place, b"\x01", UNSIGNED - 5)
+    assert not store(node, place, b"\x01", UNSIGNED + 5)
+    for by in (B, dora):
+        assert store(node, of(subkey), b"\x01", LONGEST - 5, by=by)
+        assert not store(node, of(subkey), b"\x01", LONGEST + 5, by=by)
     for never in (float("nan"), float("inf")):
-        assert not store(node, of(b"place"), b"\x01", never)
-        assert not store(node, of(owner()[0]), b"\x01", never)
+        assert not store(node, place, b"\x01", never)
+        assert not store(node, of(subkey), b"\x01", never)
+
+
+def test_nobody_fills_a_key_with_records_of_keys_that_he_has_made(node, run):
+    """Each of them can be signed well; a dictionary that is too large is nobody's answer any more."""
+    assert not store(node, of(owner()[0]), b"\x01", UNSIGNED + 5), "nor for long"
+    kept = [store(node, of(owner()[0]), b"\x01", 60.0) for _ in range(MAX_HANDED_ON + 5)]
+    assert sum(kept) == MAX_HANDED_ON
+    subkey, dora = owner()
+    assert node.admission.show(run.token(dora, "dora"), dora) is None
+    assert store(node, of(subkey), b"\x01", 60.0, by=dora), "there is room for who takes part"
+    assert store(node, of(C.to_bytes()), b"\x01", 60.0, by=C)
+
+
+@pytest.mark.parametrize("name", [b"place", b"", b"\x12\x20short", b"\x00\x24\x08\x01\x12\x20" + bytes(32), 7])
+def test_a_name_that_is_no_peers_is_not_kept(node, name):
+    """Such could be made up by the thousand, and who asks donors would ask them."""
+    assert not store(node, of(name), b"\x01", 60.0)
 
 
 def test_a_value_in_place_of_a_dictionary_is_over_soon(node):

@@ -157,6 +157,8 @@ class Donor:
             if self.fault == "busy" and len(self.asked) % 2:
                 raise NotNow()
             if index == HASHES:
+                if self.fault == "no hashes":
+                    raise NotNow(lacks=True)
                 return self.store.hashes
             if self.has is not None and index not in self.has:
                 raise NotNow(lacks=True)
@@ -205,6 +207,31 @@ def test_a_donor_of_false_hashes_is_dropped_too(whole, empty, tmp_path):
     other = ChunkStore.write(tmp_path / "other", METADATA, state(9), CHUNK)
     found = fetch(empty, {"false": Donor(other), "right": Donor(whole, delay=0.05)})
     assert found.complete and found.corrupt == ["false"]
+
+
+def test_who_has_no_hashes_yet_is_not_asked_over_and_over(whole, empty):
+    donors = {name: Donor(whole, fault="no hashes") for name in "abc"}
+    assert not fetch(empty, donors, seconds=2.0).complete
+    assert all(len(donor.asked) <= 4 for donor in donors.values())
+
+
+def test_it_ends_when_another_way_has_filled_the_store(whole, empty):
+    """The Hub's thread, when no donor is there, or none is left."""
+
+    async def run():
+        async def nobody():
+            return []
+
+        fetching = asyncio.create_task(ChunkFetch(empty, None).run(nobody, lambda: time.monotonic() > deadline))
+        await asyncio.sleep(0.1)
+        empty.put_hashes(whole.hashes)
+        for index in range(whole.num_chunks):
+            await asyncio.sleep(0.01)
+            empty.put(index, whole.get(index))
+        return await fetching
+
+    deadline = time.monotonic() + 20
+    assert asyncio.run(run()).complete and time.monotonic() < deadline - 10
 
 
 def test_what_a_dead_donor_had_goes_to_others(whole, empty):

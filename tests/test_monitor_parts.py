@@ -83,6 +83,10 @@ def test_the_swarms_pace():
     assert pace.epochs_per_second(396.0 + 2 * PACE_OVER) is None, "it stands still"
     pace.begin_anew()
     assert pace.epochs_per_second(400.0) is None
+    for step, second in enumerate(range(1000, 5000, 660)):
+        pace.saw(step, float(second))
+    assert pace.epochs_per_second(5500.0) == pytest.approx(1 / 660), "eleven minutes a step, as the original's"
+    assert pace.epochs_per_second(5500.0 + 4 * 660) is None
 
 
 def test_only_states_that_no_steps_lead_to_speak_against_their_owners(monkeypatch):

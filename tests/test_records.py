@@ -54,6 +54,15 @@ def test_a_subkey_without_a_key_has_no_owner(subkey):
     assert peer_id_of_owner(subkey) is None
 
 
+def test_one_key_has_one_subkey(people):
+    """hivemind's validators take all of these; each would count as another peer."""
+    subkey, key = people[0].subkey, people[0].subkey.removeprefix(b"[owner:").removesuffix(b"]")
+    assert peer_id_of_owner(subkey) == people[0].peer_id
+    comment, space = b"[owner:" + key + b" x1]", b"[owner: " + key + b"]"
+    for another in (b"0" + subkey, subkey + b"1", comment, subkey + subkey, space):
+        assert peer_id_of_owner(another) is None
+
+
 # --- one record ---
 
 

@@ -44,9 +44,15 @@ def people():
     ],
 )
 def test_believed_epoch(epochs, own, advance, believed, why):
-    assert believed_epoch(epochs, own, advance) == believed, why
-    assert believed_epoch(list(reversed(epochs)), own, advance) == believed, "the order of claims does not matter"
-    assert believed_epoch(iter(epochs), own, advance) == believed
+    claims = [(epoch, f"account {number}") for number, epoch in enumerate(epochs)]
+    assert believed_epoch(claims, own, advance) == believed, why
+    assert believed_epoch(list(reversed(claims)), own, advance) == believed, "the order of claims does not matter"
+    assert believed_epoch(iter(claims), own, advance) == believed
+
+
+def test_two_machines_of_one_account_do_not_confirm_each_other():
+    assert believed_epoch([(10**8, "mallory"), (10**8, "mallory"), (7, "ada")], 7, 2) == 7
+    assert believed_epoch([(500, "ada"), (500, "bob"), (7, "cleo")], 7, 2) == 500
 
 
 @pytest.fixture

@@ -94,8 +94,10 @@ class KeptStates:
     def add(self, one: Kept) -> None:
         """A state that was just written. Only now is anything deleted: what is being written is not in the list yet."""
         self.all = [other for other in self.all if other.epoch != one.epoch] + [one]
+        newest_signed = max((one for one in self.all if one.signed), key=lambda one: one.epoch, default=None)
         for old in self.confirmed[:-KEPT]:
-            self.all.remove(old)
+            if old is not newest_signed:  # joiners stand on it until there is another
+                self.all.remove(old)
         self._save()
         self._sweep()
 

@@ -19,6 +19,7 @@ from volunteer_kit.monitor.turn import MonitorBoard
 from volunteer_kit.swarm.records import PeerRecord
 
 LOOK_EVERY = 4.0  # s
+STILL = 3  # times what a step took, after which the swarm stands still
 PACE_OVER = 300.0  # s in which the swarm's pace is measured
 
 
@@ -32,7 +33,7 @@ class Pace:
         if self._seen and epoch <= self._seen[-1][1]:
             return
         self._seen.append((now, epoch))
-        while now - self._seen[0][0] > PACE_OVER:
+        while now - self._seen[0][0] > PACE_OVER and len(self._seen) > 2:
             self._seen.popleft()
 
     def begin_anew(self) -> None:
@@ -41,7 +42,11 @@ class Pace:
 
     def epochs_per_second(self, now: float) -> float | None:
         """None until two steps were seen."""
-        seen = [one for one in list(self._seen) if now - one[0] <= PACE_OVER]
+        all_seen = list(self._seen)
+        seen = [one for one in all_seen if now - one[0] <= PACE_OVER]
+        if len(seen) < 2 and len(all_seen) > 1:  # steps that take longer than that
+            (before, _), (last, _) = all_seen[-2:]
+            seen = all_seen[-2:] if now - last <= STILL * (last - before) else []
         if len(seen) < 2:
             return None
         return (seen[-1][1] - seen[0][1]) / max(seen[-1][0] - seen[0][0], 0.1)

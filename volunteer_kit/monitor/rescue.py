@@ -16,6 +16,7 @@ from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.signing import Signing
 from volunteer_kit.runs import RunConfig
 
+TRY_EVERY = 5.0  # s until an order that could not be given is tried again
 DISBELIEVED_FOR = 90.0  # s that a refused state speaks against its owner
 
 
@@ -61,9 +62,17 @@ class Rescue:
         self._run, self._member, self._kept, self._signing = run, member, kept, signing
         self._lookout, self._disbelief, self._notes, self._pace = lookout, disbelief, notes, pace
         self.restraint = Restraint()
+        self._pending: tuple[str, Look, Sequence[Look]] | None = None  # a ruin of which nobody was told yet
+        self._pending_at = 0.0
+
+    def calm(self) -> None:
+        """A later model was looked at, and is none to go back from."""
+        self._pending = None
 
     def look_after_the_others(self, history: Sequence[Look], now: float) -> None:
-        """Have they gone where we cannot follow?"""
+        """Have they gone where we cannot follow? And what could not be ordered is ordered now."""
+        if self._pending is not None and now >= self._pending_at:
+            self.help(*self._pending)
         refused = self._disbelief.lately(now)
         if not refused:
             return
@@ -82,13 +91,15 @@ class Rescue:
 
     def help(self, reason: str, look: Look, before: Sequence[Look]) -> None:
         """The model is ruined: order everybody back, if it is ours to do."""
+        self._pending = None
         if self.restraint.is_cooling(look.epoch):
             return
         if self._signing is None:
             self._notes.warn(f"The model is ruined ({reason}); without an authority nobody can order volunteers back.")
             return
-        if not self._lookout.is_our_turn:
-            return  # another monitor sees the same; if it is silent, the turn is ours at the next look
+        if not self._lookout.is_our_turn:  # another monitor sees the same; if it is silent, the turn will be ours
+            self._try_again(reason, look, before)
+            return
         good = {one.epoch: one for one in self._kept.confirmed if one.root}
         epoch = choose(good, began(before, look))
         if epoch is None:
@@ -98,8 +109,12 @@ class Rescue:
                 f"The model is ruined again ({reason}), after several returns to step {epoch}. No more are ordered: "
                 f"find out who or what does it, then: volunteer-kit monitor rollback {self._run.run_id} --to {epoch}"
             )
-        else:
-            self._order_back(good[epoch], reason)
+        elif self._order_back(good[epoch], reason) is None:
+            self._try_again(reason, look, before)
+
+    def _try_again(self, reason: str, look: Look, before: Sequence[Look]) -> None:
+        """A model that is no number makes no step, and there may be no other look."""
+        self._pending, self._pending_at = (reason, look, list(before)), time.monotonic() + TRY_EVERY
 
     def go_back_by_hand(self, to_epoch: int, checkpoint_every: int) -> tuple[bool, str]:
         """:returns: whether it was ordered, and in words what was done or why it was not."""

@@ -16,6 +16,7 @@ from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.swarm.manifest import MANIFEST_EVERY, Manifest, Order
 
 AGAIN = 10.0  # s until something that no node took is published again
+AHEAD, AHEAD_SECONDS = 50, 3600.0  # epochs, and s of epochs, that the others can be ahead of us
 HEARD_WITHIN = 20.0  # s in which every peer hears of an order; they make steps meanwhile
 
 
@@ -94,7 +95,9 @@ class Signing:
         :param epochs_per_second: of the swarm; the new number must be above that of anybody who has not heard yet
         """
         optimizer, now = self._member.optimizer, get_dht_time()
-        newest = max(optimizer.local_epoch, optimizer.tracker.global_epoch, one.epoch)
+        # one who claims to be far ahead must not move the number: epochs only go on, and the schedule ends with them
+        most = optimizer.local_epoch + AHEAD + math.ceil(AHEAD_SECONDS * epochs_per_second)
+        newest = max(optimizer.local_epoch, min(optimizer.tracker.global_epoch, most), one.epoch)
         try:
             order = Order(
                 run_key=self._member.run_key,

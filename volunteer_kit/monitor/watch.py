@@ -31,7 +31,8 @@ from volunteer_kit.swarm.transfer import StateRefused
 
 CHECKPOINT_EVERY = 10  # epochs
 REMEMBERED = 300  # looks
-IDLE = 60.0  # s without a step after which the last state is kept whatever its number
+IDLE = 60.0  # s without a step after which the last state is kept whatever its number,
+IDLE_EPOCHS = 5  # and so many times what an epoch takes
 CHORES_EVERY = 0.5  # s
 SIGNED_EVERY = 15.0  # s between looks for what other monitors have signed
 
@@ -188,6 +189,7 @@ class Monitor:
         if self.member.order == self._order:
             return
         self._order = self.member.order
+        self._rescue.calm()
         order = self.signing.last_order() if self.signing is not None else None
         self._pace.begin_anew()
         if order is not None and order.sequence == self._order:
@@ -219,6 +221,7 @@ class Monitor:
         if reason is not None:
             self._rescue.help(reason, look, before)
         else:
+            self._rescue.calm()
             self._confirm(look.epoch)
 
     def _confirm(self, epoch: int, probation: int = PROBATION) -> None:
@@ -227,7 +230,7 @@ class Monitor:
             if epoch < one.epoch + probation or one.order != self._order:
                 continue
             since = [good for look, good in self._history if look.epoch >= one.epoch]
-            if all(since):
+            if since and all(since):
                 self._try(lambda one=one: self.kept.update(one, replace(one, confirmed=True)))
                 self.notes.event("checkpoint", epoch=one.epoch)
             else:
@@ -240,7 +243,8 @@ class Monitor:
         if self._writer.is_busy or not member.is_steady or self._is_in_doubt:
             return
         last = self.kept.all[-1].epoch if self.kept.all else 0
-        new, idle = member.epoch - last, now - self._moved_at > IDLE
+        pace = self._pace.epochs_per_second(now)
+        new, idle = member.epoch - last, now - self._moved_at > max(IDLE, IDLE_EPOCHS / pace if pace else 0.0)
         is_due = new >= self._every and (member.epoch % self._every == 0 or new >= 1.5 * self._every)
         if new > 0 and (is_due or idle):
             try:

@@ -204,6 +204,7 @@ def hear(
     state: Told,
     said: Mapping[bytes, Told | None],
     contradicting: Sequence[Collection[bytes]] = (),
+    near: Collection[bytes] = (),
     close_by: Collection[bytes] = (),
 ) -> Witnesses:
     """Count accounts.
@@ -211,7 +212,9 @@ def hear(
     :param state: what was downloaded, its sketch made anew from it
     :param said: account -> what it held at that epoch, None: it was not there
     :param contradicting: accounts whose present model this state cannot have become; those of one model together
-    :param close_by: accounts a few epochs away whose present model is as near as these allow
+    :param near: accounts whose present model is as near as the epochs between allow: what anybody says that it held can
+        be made to fit, so that nobody else confirms
+    :param close_by: those of `near` that are few epochs away
     """
     others: list[tuple[Told, int]] = []
     found, against = Witnesses(), {account for group in contradicting for account in group}
@@ -222,7 +225,8 @@ def hear(
             found.confirmed += account in close_by
             found.silent += account not in close_by
         elif told.is_same(state) and account not in against:
-            found.confirmed += 1
+            found.confirmed += account in near
+            found.silent += account not in near
         else:
             for place, (other, count) in enumerate(others):
                 if other.is_same(told):

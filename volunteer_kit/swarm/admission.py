@@ -117,6 +117,10 @@ class Admission:
     def is_admitted(self, peer_id: PeerID) -> bool:
         return self.reason_to_refuse(peer_id) is None
 
+    def knows(self, peer_id: PeerID) -> bool:
+        """Has this peer ever shown a good token here, as far as we remember?"""
+        return self.is_open or self._roster.get(peer_id.to_bytes()) is not None
+
     def is_banned(self, peer_id: PeerID) -> bool:
         return self.reason_to_refuse(peer_id) == "banned"
 

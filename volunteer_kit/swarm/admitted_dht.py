@@ -11,18 +11,19 @@ from contextlib import suppress
 from typing import Any
 
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.servicer import StubBase
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
-from volunteer_kit.auth.access_token import PEER_ID_BYTES
 from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.identity import peer_id_of_owner
+from volunteer_kit.swarm.identity import is_peer_id, peer_id_of_owner
 
 MAX_KEYS = 512  # in one call; ours have one to a few dozen
 MAX_VALUE = 2**14  # bytes; ours are under 4 KB. (One's own hivemind.DHT dies of more than 16 KB.)
+MAX_HANDED_ON = 32  # records under one key from which on those of unknown keys are no longer taken
 MAX_DICTIONARY = 2**20  # bytes under one key; what 2,000 peers say of themselves
 LONGEST = 2 * 24 * 3600.0  # s that a value may be kept; leases are remembered for a day
 # s for what bears nobody's signature. In the DHT what lives longer wins: one call of an attacker's would otherwise keep
@@ -115,27 +116,41 @@ class AdmittedDHTProtocol(DHTProtocol):
         """May a record stand under this key, for so long? `storing`: who brings it; None: it is somebody's answer."""
         if not math.isfinite(expiration):  # what expires at NaN never does
             return False
-        owner = peer_id_of_owner(subkey)
-        if owner is not None and self.admission.is_banned(owner):
+        if subkey == self.IS_REGULAR_VALUE:  # as long as the statement says, if it is one: manifests stay for a month
+            return self._is_guarded(key) or expiration <= get_dht_time() + UNSIGNED
+        owner, named = self._owner_and_peer_named(subkey)
+        if owner is None:
+            may_say_so = named is not None and storing in (None, named)
+            return may_say_so and expiration <= get_dht_time() + UNSIGNED
+        if self.admission.is_banned(owner):
             self.admission.count("record", "banned")
             return False
-        if subkey == self.IS_REGULAR_VALUE and self._is_guarded(key):
-            return True  # for as long as the statement says, if it is one: manifests stay for a month
-        named = self._peer_named(subkey)
-        if named is not None and storing is not None and storing != named:
+        is_made_up = storing not in (None, owner) and not self.admission.knows(owner)
+        if is_made_up and self._is_crowded(key):
             return False
-        return expiration <= get_dht_time() + (UNSIGNED if owner is None else LONGEST)
+        return expiration <= get_dht_time() + (UNSIGNED if is_made_up else LONGEST)
+
+    def _is_crowded(self, key: bytes) -> bool:
+        """Stand here so many records that there is no room for those of keys that nobody has seen? Anybody can make
+        keys, and a dictionary beyond MAX_DICTIONARY would be nobody's answer any more."""
+        found = self.storage.get(DHTID.from_bytes(key))
+        entries = found.value if found is not None else None
+        return isinstance(entries, DictionaryDHTValue) and len(entries) >= MAX_HANDED_ON
 
     def _is_guarded(self, key: bytes) -> bool:
         """Do our validators look at what stands here? Then they refuse this."""
         return not self._validate_record(key, self.IS_REGULAR_VALUE, self.IS_REGULAR_VALUE, get_dht_time() + 60)
 
-    def _peer_named(self, subkey: bytes) -> PeerID | None:
-        """Leaders and donors stand under their bare peer ids. libp2p knows who it is that says so, and nobody else
-        may: who is said to live two days as "not looking for a group" could not look for one."""
-        name = subkey[-PEER_ID_BYTES:]
-        is_peer = len(name) == PEER_ID_BYTES and name[:2] == b"\x12\x20" and subkey == self.serializer.dumps(name)
-        return PeerID(name) if is_peer else None
+    def _owner_and_peer_named(self, subkey: bytes) -> tuple[PeerID | None, PeerID | None]:
+        """Who has signed what stands under a subkey, or else whose bare peer id it is. So leaders and donors stand:
+        libp2p knows who it is that says so, and nobody else may: who is said to live two days as "not looking for a
+        group" could not look for one."""
+        name = None
+        with suppress(Exception):  # whatever a stranger's bytes make of the serializer
+            name = self.serializer.loads(subkey)
+        if not isinstance(name, bytes):
+            return None, None
+        return peer_id_of_owner(name), PeerID(name) if is_peer_id(name) else None
 
     def _signed(self, response: Any) -> Any:
         response.auth.service_access_token.signature = self.admission.own_token

@@ -28,6 +28,7 @@ from volunteer_kit.swarm.agreement import FRESH_SIZE, LINEAGE_SIZE, PAST, SKETCH
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.chunks import ChunkStore
 from volunteer_kit.swarm.fetching import HASHES, ChunkFetch, NotNow
+from volunteer_kit.swarm.identity import is_peer_id
 from volunteer_kit.swarm.manifest import MAX_CHUNKS, ROOT_SIZE
 
 logger = get_logger(__name__)
@@ -160,15 +161,17 @@ class ChunkTransfer(SwarmAverager):
         return averaging_pb2.DownloadData(metadata=self.serializer.dumps([told, held_epoch, fresh]))
 
     async def _sketch_anew(self, peer: PeerID, seed: int) -> tuple[int, bytes]:
-        """It reads the whole model, half a second for the original's, and steps wait for it: one at a time, and seldom
-        for the same peer. Empty if that is why there is none."""
-        now = time.monotonic()
+        """It reads the whole model, two seconds for the original's, and steps wait for it: one at a time, and seldom
+        for the same account. Empty if too many wait."""
+        now, account = time.monotonic(), self.doorkeeper.account_of(peer) or peer.to_bytes()
         self._sketched_for = {other: at for other, at in self._sketched_for.items() if at > now - SKETCH_EVERY}
-        if self._sketching >= SKETCHES_WAITING or peer in self._sketched_for or not 0 <= seed < 2**63:
+        due = self._sketched_for.get(account, now - SKETCH_EVERY) + SKETCH_EVERY
+        if self._sketching >= SKETCHES_WAITING or due > now + SKETCH_EVERY or not 0 <= seed < 2**63:
             return self.told[0], b""
-        self._sketched_for[peer] = now
+        self._sketched_for[account] = due
         self._sketching += 1
         try:
+            await asyncio.sleep(max(0.0, due - now))
             async with self._one_sketch, enter_asynchronously(self.get_tensors()) as tensors:
                 return self._held_epoch.value, await asyncio.to_thread(fresh_sketch, tensors, seed)
         finally:
@@ -261,7 +264,7 @@ def read_chunk_donors(records: Any, root: bytes, own_id: PeerID) -> list[PeerID]
     """Who says that it has chunks of a root; ours left out."""
     found = []
     for key, info in records.items() if isinstance(records, dict) else ():
-        if not isinstance(key, bytes) or not 0 < len(key) <= 64 or key == own_id.to_bytes():
+        if not is_peer_id(key) or key == own_id.to_bytes():
             continue
         names = info.value if isinstance(info, ValueWithExpiration) else None
         if isinstance(names, (list, tuple)) and root[:NAME_SIZE] in names[:MAX_DECLARED]:

@@ -124,9 +124,9 @@ class ChunkFetch:
 
     def _is_done(self) -> bool:
         """Another process may fill the store as well."""
-        if self._wanted or self._flying:
+        if self._flying:
             return False
-        self._wanted.extend(self.store.missing())
+        self._wanted = deque(self.store.missing())
         return not self._wanted
 
     # --- the list of hashes ---
@@ -209,7 +209,7 @@ class ChunkFetch:
             data = task.result()
         except NotNow as e:
             self._asked[index] -= index != HASHES
-            if e.lacks:
+            if e.lacks and index != HASHES:
                 turn.lacks[index] = time.monotonic() + LOOK_AGAIN
             else:
                 turn.rests_until = time.monotonic() + RESTING

@@ -80,6 +80,7 @@ class GroundedState(StateTransfer):
         self._ground_loss: tuple[Any, float] | None = None
         self._snapshots: list[bytes] = []  # roots of our own states on the disk, oldest first
         self._writing: threading.Thread | None = None
+        self._fetching: tuple[bytes, ...] = ()  # root of the signed state that was asked for last
         self.signed: deque[bytes] = deque(maxlen=KEPT_SIGNED)  # roots of what we, a monitor, have signed
         super().__init__(*args, **kwargs)
 
@@ -230,13 +231,9 @@ class GroundedState(StateTransfer):
                 said.setdefault(account, testimony)
         contradicting = self._contradicting(parameters, epoch, seed, said)
         against = {account for group in contradicting for account in group}
-        close_by = [
-            account
-            for account, one in said.items()
-            if one.told is None and one.fresh is not None and abs(one.now - epoch) <= MANIFEST_EVERY
-        ]
-        told = {account: one.told for account, one in said.items()}
-        return hear(state, told, contradicting, [account for account in close_by if account not in against])
+        near = [account for account, one in said.items() if one.fresh is not None and account not in against]
+        close_by = [account for account in near if abs(said[account].now - epoch) <= MANIFEST_EVERY]
+        return hear(state, {account: one.told for account, one in said.items()}, contradicting, near, close_by)
 
     def _contradicting(
         self, parameters: Sequence[torch.Tensor], epoch: int, seed: int, said: dict[bytes, Testimony]
@@ -288,6 +285,7 @@ class GroundedState(StateTransfer):
         deadline = time.monotonic() + timeout
         self.last_fetch = Fetched()
         try:
+            self._fetching = (manifest.root,)
             store = ChunkStore.of(self.trust.folder, manifest)
             while not (store.is_complete and store.verify()):
                 if time.monotonic() > deadline:
@@ -351,8 +349,8 @@ class GroundedState(StateTransfer):
 
     def _clear(self) -> None:
         """Two of our own, and the last signed ones: enough for a rollback that needs no download."""
-        kept = [*self._snapshots[-2:], *self.signed]
-        ChunkStore.keep(self.trust.folder, kept + ([self.checkpoint.root] if self.checkpoint is not None else []))
+        checkpoint = [self.checkpoint.root] if self.checkpoint is not None else []
+        ChunkStore.keep(self.trust.folder, [*self._snapshots[-2:], *self.signed, *checkpoint, *self._fetching])
 
 
 def manifest_of(

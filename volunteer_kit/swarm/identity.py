@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
-from volunteer_kit.auth.access_token import peer_id_of_key
+from volunteer_kit.auth.access_token import PEER_ID_BYTES, peer_id_of_key
 from volunteer_kit.swarm.errors import SwarmError
 
 
@@ -41,11 +42,22 @@ def ensure_identity(identity_path: str | Path) -> rsa.RSAPrivateKey:
         ) from e
 
 
+def is_peer_id(name: object) -> bool:
+    """Of an RSA key, as all of ours are: a SHA-256 multihash."""
+    return isinstance(name, bytes) and len(name) == PEER_ID_BYTES and name[:2] == b"\x12\x20"
+
+
 @lru_cache(maxsize=10_000)
 def peer_id_of_owner(subkey: bytes) -> PeerID | None:
-    """A signed record's subkey "[owner:ssh-rsa ...]" -> the libp2p peer id of that key; None for anything else."""
-    match = RSASignatureValidator._PUBLIC_KEY_RE.findall(subkey)
+    """A signed record's subkey "[owner:ssh-rsa ...]" -> the libp2p peer id of that key; None for anything else.
+
+    hivemind takes whatever has that somewhere in it; with a letter before it, or a comment behind the key, one peer
+    would have any number of records and count as so many.
+    """
+    before, after = RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
+    key = subkey.removeprefix(before).removesuffix(after)
     try:
-        return PeerID(peer_id_of_key(match[0]))
-    except (IndexError, ValueError):
+        is_canonical = subkey == before + RSAPublicKey.from_bytes(key).to_bytes() + after
+        return PeerID(peer_id_of_key(key)) if is_canonical else None
+    except (ValueError, UnsupportedAlgorithm):
         return None

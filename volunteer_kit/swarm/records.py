@@ -11,7 +11,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class PeerRecord(BaseModel):
     loss: confloat(strict=True, ge=0.0, lt=1e9) | None
     client_mode: StrictBool
     protocol: conint(strict=True, ge=0, lt=2**31) = 1  # runs.PROTOCOL_VERSION; older kits tell none
+    hidden: StrictBool = False  # its name is not for the public
 
 
 class PeersSchema(BaseModel):
@@ -140,19 +141,19 @@ def is_plausible(claim: LocalTrainingProgress, limits: Limits, now: float, lifet
     )
 
 
-def believed_epoch(epochs: Iterable[int], own_epoch: int, max_advance: int) -> int:
-    """The swarm's epoch from what peers claim: the highest that time allows or another peer confirms.
+def believed_epoch(claims: Iterable[tuple[int, Hashable]], own_epoch: int, max_advance: int) -> int:
+    """The swarm's epoch from what peers claim: the highest that time allows or another account confirms.
 
     One peer that claims a million would otherwise be everybody's `global_epoch`, and nobody would average again.
 
-    :param epochs: claims of the other peers, each plausible by itself
+    :param claims: (epoch, account) of the other peers, each plausible by itself
     :param own_epoch: where we are
     :param max_advance: epochs that can have passed since we last knew
     """
-    epochs = sorted(epochs, reverse=True)
-    for i, epoch in enumerate(epochs):
-        confirmed = any(epoch - other <= 1 for other in epochs[i + 1 :])
-        only_witness = len(epochs) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
+    claims = sorted(claims, key=lambda claim: -claim[0])
+    for i, (epoch, account) in enumerate(claims):
+        confirmed = any(epoch - other <= 1 and by != account for other, by in claims[i + 1 :])
+        only_witness = len(claims) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
         if epoch <= own_epoch + max_advance or confirmed or only_witness:
             return max(own_epoch, epoch)
     return own_epoch
@@ -242,6 +243,10 @@ class SwarmProgressTracker(ProgressTracker):
         self.should_report_progress.urgent = True
         super().shutdown(timeout)
 
+    def _account_of(self, peer_id: bytes) -> bytes:
+        known = self.dht.admission.account_of(PeerID(peer_id)) if isinstance(self.dht, LeanDHT) else None
+        return known or peer_id
+
     def look_again(self, timeout: float) -> None:
         """Fetch the others' progress now and wait for it, `timeout` s at most."""
         self.fetched_global_progress_this_epoch.clear()
@@ -263,8 +268,12 @@ class SwarmProgressTracker(ProgressTracker):
             self._own_epoch = (self.local_progress.epoch, time.monotonic())
         own_epoch, since = self._own_epoch
         max_advance = 2 + int((time.monotonic() - since) / self.limits.min_epoch_seconds)
-        others = [c.epoch for c, _ in kept.values() if c.peer_id != own_id and not c.client_mode]
-        self.highest_claim = max(others, default=0)
+        others = [
+            (c.epoch, self._account_of(c.peer_id))
+            for c, _ in kept.values()
+            if c.peer_id != own_id and not c.client_mode
+        ]
+        self.highest_claim = max((epoch for epoch, _ in others), default=0)
         believed = believed_epoch(others, own_epoch, max_advance)
         # a peer in client mode does not make the epoch, but may be the first to begin the next one
         trusted = {key: kept[key] for key in kept if kept[key][0].epoch <= believed + kept[key][0].client_mode}

@@ -26,9 +26,9 @@ from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
 from volunteer_kit.swarm.agreement import rank_donors
 from volunteer_kit.swarm.allreduce import size_of
 from volunteer_kit.swarm.chunk_transfer import ChunkTransfer
+from volunteer_kit.swarm.identity import is_peer_id
 
 logger = get_logger(__name__)
-MAX_PEER_ID_BYTES = 64  # an RSA key's is 34
 MAX_METADATA_BYTES = 2**16
 GIVEN_AT_ONCE = 3  # states; each is a copy of the whole until it is sent, and more would share the line that there is
 # s that a donor waits to be hung up on: what it closes first is lost as far as it is not read (see averager.LINGER),
@@ -221,6 +221,6 @@ def read_donors(records: Any, own_id: PeerID) -> dict[PeerID, Any]:
     return {
         PeerID(key): info.value
         for key, info in (records.items() if isinstance(records, dict) else ())
-        if isinstance(key, bytes) and 0 < len(key) <= MAX_PEER_ID_BYTES and key != own_id.to_bytes()
+        if is_peer_id(key) and key != own_id.to_bytes()
         if isinstance(info, ValueWithExpiration) and info.value is not None
     }
