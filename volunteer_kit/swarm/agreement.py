@@ -167,8 +167,9 @@ def last_in_common(ours: Mapping[int, Told], theirs: Mapping[int, Told]) -> int:
 def common_order(said: Mapping[PeerID, Told]) -> int:
     """The order that most members have obeyed, the later one in a tie.
 
-    A member that invents one is alone with it; that those who obeyed first find themselves outvoted costs them a round
-    and nothing else, for they do not follow.
+    A member that invents one is alone with it, unless it brings half of the group's peers: then the honest half's parts
+    do not enter that round. That those who obeyed first find themselves outvoted costs them a round and nothing else,
+    for they do not follow.
     """
     orders = Counter(one.order for one in said.values())
     return max(orders, key=lambda order: (orders[order], order), default=0)
