@@ -104,6 +104,8 @@ def main(only: list[str], seconds: float) -> int:
         if not only or scenario.name in only:
             with tempfile.TemporaryDirectory(prefix="volunteer-kit-credit-") as folder:
                 results.append(run(scenario, Path(folder), seconds if scenario.churns else ATTACK_SECONDS, console))
+                gave, credited = results[-1].truth, results[-1].credited
+                console.print(f"  gave {gave}, credited {credited}", style="dim")
     return report(console, results)
 
 

@@ -67,7 +67,8 @@ def entered_by_epoch(lines: Mapping[int, list[dict]], line: Mapping[int, object]
             elif "held" in entry and entry["pid"] in told:
                 marks = told.pop(entry["pid"])
                 if is_on(line, entry):
-                    found.setdefault(entry["epoch"], {int(slot): share for slot, share in marks.items()})
+                    of_somebody = {int(slot): share for slot, share in marks.items() if int(slot) in lines}
+                    found.setdefault(entry["epoch"], of_somebody)  # noise bears nobody's marks as well
     return found
 
 
