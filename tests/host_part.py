@@ -22,9 +22,20 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--identity-path", type=Path)
     parser.add_argument("--host-maddrs", default="")
-    for name in ("--keys", "--initial-peers", "--announce-maddrs", "--tls-cert", "--tls-key", "--database", "--host"):
+    for name in (
+        "--keys",
+        "--initial-peers",
+        "--announce-maddrs",
+        "--tls-cert",
+        "--tls-key",
+        "--database",
+        "--host",
+        "--push-to",
+        "--checkpoint-every",
+    ):
         parser.add_argument(name)
-    parser.add_argument("--behind-proxy", action="store_true")
+    for name in ("--behind-proxy", "--trackio", "--wandb"):
+        parser.add_argument(name, action="store_true")
     options = parser.parse_args()
     folder = options.folder or options.identity_path.parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 from volunteer_kit.host import HostError, HostSettings, door, host_run, parts, watch
 
@@ -23,10 +24,12 @@ def main() -> int:
             return part._replace(command=("tests.host_part", "first-peer", *part.command[1:]))
 
         parts.first_peer = stand_in
-    watch.Patience = lambda: PATIENCE(most=3, first=0.1)
+    watch.Patience = lambda: PATIENCE(most=3, first=0.1, slow=2.0)
     door.STAGES = (2.0, 3.0, 4.0)
     ports = [int(word) for word in os.environ.get("PORTS", "").split()]
-    settings = HostSettings(port=ports[0], dashboard_port=ports[1]) if ports else HostSettings()
+    settings = HostSettings(push_to=os.environ.get("PUSH_TO"))
+    if ports:
+        settings = replace(settings, port=ports[0], dashboard_port=ports[1])
     maddrs = [f"/ip4/127.0.0.1/tcp/{ports[2]}"] if ports else []
     try:
         host_run(

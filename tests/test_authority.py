@@ -162,6 +162,20 @@ def test_one_account_has_several_machines_within_bounds(hub, tmp_path, database,
     authority.storage.close()
 
 
+def test_who_was_away_finds_his_place_taken(hub, tmp_path, database, anna):
+    now = [time.time()]
+    authority = make_authority(tmp_path, database, max_peers=1, clock=lambda: now[0])
+    page = Page(authority)
+    assert page.join(anna, at=now[0]).status_code == 200
+    now[0] += 901
+    assert page.refresh(at=now[0]).status_code == 200, "the place is free still"
+    now[0] += 901
+    assert page.join(anna, 1, at=now[0]).status_code == 200
+    assert kind_of(page.refresh(at=now[0]), 409) == "peers"
+    assert page.refresh(1, at=now[0]).status_code == 200, "whose token is good keeps his place"
+    authority.storage.close()
+
+
 def test_membership_is_asked_again_after_a_day_and_the_hub_may_be_away_meanwhile(lite, hub, anna):
     now = [time.time()]
     page = lite(clock=lambda: now[0], recheck_after=1000.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import ssl
 import threading
 import time
@@ -20,6 +21,7 @@ from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
 from tests.local_authority import RUN, add_person, join_body, key, make_authority, served
+from tests.waiting import wait_until
 from volunteer_kit import authority_door, cli_host
 from volunteer_kit.auth.access_token import KeyFolder, KeysError, Trust
 from volunteer_kit.auth.authority.server import serve
@@ -65,6 +67,18 @@ def test_keys_that_nobody_would_believe_are_found_before_anybody_joins(tmp_path)
         authority_door.serve_authority(run, folder=tmp_path / "nowhere")
     with pytest.raises(RunError, match="has no authority"):
         authority_door.serve_authority(RUN, folder=tmp_path / "a")
+
+
+def test_the_databases_password_may_come_by_the_environment(tmp_path, monkeypatch):
+    app, asked = typer.Typer(), []
+    cli_host.add_verbs(app, lambda verb: verb)
+    monkeypatch.setattr(authority_door, "serve_authority", lambda run, **how: asked.append(how["database"]))
+    monkeypatch.setenv("VOLUNTEER_KIT_DATABASE", "postgresql://ada:S3cret@db/run")
+    for arguments in ([], ["--database", "other.sqlite"]):
+        result = CliRunner().invoke(app, ["authority", "run.yaml", *arguments])
+        assert result.exit_code == 0, result.output
+    assert asked == ["postgresql://ada:S3cret@db/run", "other.sqlite"]
+    assert "S3cret" not in CliRunner().invoke(app, ["authority", "--help"]).output
 
 
 # --- where it listens ---
@@ -113,19 +127,48 @@ def test_with_a_certificate_it_speaks_tls_only(hub, tmp_path):
     authority.storage.close()
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
+def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(hub, tmp_path, caplog):
+    cert, private = make_certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    other, other_key = make_certificate(tmp_path / "other", number=1)
+    authority, ready, stop, at = make_authority(tmp_path), threading.Event(), threading.Event(), []
+    how = {"tls_cert": cert, "tls_key": private, "stop": stop, "on_ready": lambda url: (at.append(url), ready.set())}
+    thread = threading.Thread(target=serve, args=(authority.app,), kwargs=how)
+    thread.start()
+
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", int(at[0].rpartition(":")[2])), timeout=10)
+
+    try:
+        assert ready.wait(30)
+        old = cert.read_text()
+        assert shown().strip() == old.strip()
+        os.replace(other, cert)  # not its key yet
+        wait_until(lambda: "cannot be used" in caplog.text, 10.0)
+        assert shown().strip() == old.strip()
+        time.sleep(1.5)
+        assert caplog.text.count("cannot be used") == 1, "told once"
+        os.replace(other_key, private)
+        wait_until(lambda: shown().strip() == cert.read_text().strip() != old.strip(), 10.0)
+    finally:
+        stop.set()
+        thread.join(15)
+    authority.storage.close()
+
+
+def make_certificate(folder: Path, number: int = 0) -> tuple[Path, Path]:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
     now, own = datetime.datetime.now(datetime.timezone.utc), x509.DNSName("localhost")
     ours = x509.IPAddress(__import__("ipaddress").ip_address("127.0.0.1"))
     certificate = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key(0).public_key())
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key(number).public_key())
         .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([own, ours]), critical=False).sign(key(0), hashes.SHA256())
+        .add_extension(x509.SubjectAlternativeName([own, ours]), critical=False).sign(key(number), hashes.SHA256())
     )  # fmt: skip
     pem = serialization.Encoding.PEM
     (folder / "cert.pem").write_bytes(certificate.public_bytes(pem))
     plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "key.pem").write_bytes(key(0).private_bytes(pem, *plain))
+    (folder / "key.pem").write_bytes(key(number).private_bytes(pem, *plain))
     assert ssl.create_default_context(cafile=str(folder / "cert.pem"))
     return folder / "cert.pem", folder / "key.pem"
 

@@ -34,16 +34,17 @@ def test_moderators_add_and_remove(page, hub, mona):
 def test_a_ban_reaches_list_refresh_and_join_at_once_with_its_reason(page, anna, mona):
     page.join(anna)
     moderator = page.moderator(mona)
-    assert page.bans() == BanList(0)
+    before = page.bans()
+    assert not before.accounts
     assert moderator.do("ban", "Anna", reason=" sends  large numbers ").status_code == 200
-    assert page.bans() == BanList(1, frozenset([account_digest(RUN, "anna")]))
+    assert page.bans() == BanList(before.version + 1, frozenset([account_digest(RUN, "anna")]))
     for answer in (page.refresh(), page.join(anna), page.join(anna, 1)):
         assert kind_of(answer, 403) == "banned" and "sends large numbers" in answer.json()["error"]["message"]
     (ban,) = moderator.see("bans")
     assert (ban["name"], ban["reason"], ban["by"]) == ("anna", "sends large numbers", "Mona")
     assert kind_of(moderator.do("ban", "anna", reason="again"), 409) == "already"
     assert kind_of(moderator.do("add", "anna"), 403) == "banned"
-    assert moderator.do("unban", "anna").status_code == 200 and page.bans() == BanList(2)
+    assert moderator.do("unban", "anna").status_code == 200 and page.bans() == BanList(before.version + 2)
     assert page.refresh().status_code == 200
     assert kind_of(moderator.do("unban", "anna"), 409) == "not_banned"
 
@@ -51,8 +52,8 @@ def test_a_ban_reaches_list_refresh_and_join_at_once_with_its_reason(page, anna,
 def test_a_known_ban_list_is_not_sent_again_but_its_statement_is(lite, anna, mona):
     page = lite()
     page.moderator(mona).do("ban", "anna", reason="spam")
-    answer = page.http.get("/v1/bans", params={"known": 1}).json()
-    assert answer["accounts"] is None and answer["version"] == 1 and answer["statement"]
+    answer = page.http.get("/v1/bans", params={"known": page.bans().version}).json()
+    assert answer["accounts"] is None and answer["statement"]
     assert page.http.get("/v1/bans", params={"known": 0}).json()["accounts"]
 
 

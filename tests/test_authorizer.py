@@ -181,8 +181,8 @@ def test_bans_are_checked_and_known_ones_not_fetched_again(authority, volunteer,
     with served(authority) as url:
         anna = volunteer(url)
         bans, statement = anna.authorizer.bans()
-        assert bans.version == 1 and len(bans.accounts) == 1 and len(statement) < 1000
-        assert anna.authorizer.bans(1) is None and anna.authorizer.bans(0)[0] == bans
+        assert len(bans.accounts) == 1 and len(statement) < 1000
+        assert anna.authorizer.bans(bans.version) is None and anna.authorizer.bans(0)[0] == bans
         other = Trust.of(RUN, KeyFolder(tmp_path / "other").create(RUN))
         with pytest.raises(AuthorityRefused, match="not to be believed"):
             volunteer(url, other).authorizer.bans()

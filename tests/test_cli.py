@@ -14,8 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from volunteer_kit.cli import app, explained
+from volunteer_kit.home import Home
 from volunteer_kit.run_reader import RunError
+from volunteer_kit.runs import load_run
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.volunteer import Contribution, _spec
 
 CLI = [sys.executable, "-m", "volunteer_kit.cli"]
 
@@ -86,8 +89,6 @@ def test_only_errors_that_a_person_can_mend_are_explained():
 
 
 def test_what_ended_the_training_is_told_line_by_line_and_without_a_strangers_bytes(monkeypatch):
-    from volunteer_kit.volunteer import Contribution
-
     error = "It broke.\n  1. Read the log:\n  | \x1b]0;mine\x07\x1b[2Jx\u202ey [red]z[/red]"
     monkeypatch.setattr("volunteer_kit.volunteer.join_swarm", lambda *_, **__: Contribution(0, 0, 0.0, None, "", error))
     done = CliRunner().invoke(app, ["join", "demo"], catch_exceptions=False)
@@ -95,6 +96,21 @@ def test_what_ended_the_training_is_told_line_by_line_and_without_a_strangers_by
     monkeypatch.setattr("volunteer_kit.volunteer.join_swarm", mock.Mock(side_effect=RunError("a\x1b[2Jb\n1. c")))
     done = CliRunner().invoke(app, ["join", "demo"], catch_exceptions=False)
     assert done.exit_code == 2 and done.stderr == "a[2Jb\n1. c\n"
+
+
+@pytest.mark.parametrize(("words", "hides"), [([], False), (["--hide-name"], True), (["--show-name"], False)])
+def test_a_name_can_be_hidden(monkeypatch, words, hides):
+    specs = []
+
+    def join_swarm(run, **given):
+        chosen = {name: given[name] for name in ("hide_name", "batch_size", "host_maddrs", "announce_maddrs")}
+        rest = {name: given[name] for name in ("name", "client_mode", "checkpoint_dir", "identity_path")}
+        specs.append(_spec(load_run(run), Home("home"), [], None, None, **rest, **chosen))
+        return Contribution(0, 0, 0.0, None, "")
+
+    monkeypatch.setattr("volunteer_kit.volunteer.join_swarm", join_swarm)
+    assert CliRunner().invoke(app, ["join", "demo", *words], catch_exceptions=False).exit_code == 0
+    assert specs[0].hide_name is hides
 
 
 def test_the_caps_say_what_they_cover():

@@ -22,6 +22,7 @@ from volunteer_kit.doctor.door import host_side
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
 from volunteer_kit.home import Home
+from volunteer_kit.host.init import Answers, write
 from volunteer_kit.run_reader import RUN_FILES
 from volunteer_kit.swarm.peer import free_port
 
@@ -230,7 +231,7 @@ def test_a_real_run_seen_from_a_volunteers_machine(peer, server, tmp_path, monke
         found = {one.name: one for one in doctor(path, home=tmp_path, say=said.append)}
     assert found["first peers"].level == "warning" and "1 of 2" in found["first peers"].text, found["first peers"]
     assert f"{dead}: its machine is there, but no peer runs" in found["first peers"].way_out
-    assert found["reachable"].level == "ok" and "public addresses only" in found["reachable"].text
+    assert found["reachable"].level == "ok" and "public addresses only" in found["reachable"].text, found["reachable"]
     assert found["authority"].level == "ok" and found["run file"].level == "ok"
     assert found["Hub"].level == "problem" and "127.0.0.1 " in found["clock"].text
     assert said[-1].startswith("To be mended first: Hub")
@@ -269,6 +270,58 @@ def test_the_hosts_side_is_found_by_its_folder(tmp_path, monkeypatch):
         found = {one.name: one for one in doctor(run_file(tmp_path, [own]), say=lambda line: None)}
     assert found["ports"].level == "problem" and str(port) in found["ports"].text
     assert found["first peers"].level == "ok"  # its own is not asked for before it is up
+
+
+def looked_at(path: Path) -> tuple[list[str], dict[str, Finding]]:
+    said: list[str] = []
+    return said, {one.name: one for one in doctor(path, say=said.append)}
+
+
+@pytest.mark.parametrize("by", ["init", "hand"])
+def test_a_host_that_was_not_started_yet_is_no_problem(by, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("my-run.yaml")
+    if by == "init":
+        write(path, Answers(name="2024"))
+    else:  # as in the notebook: address and key are filled in by the host
+        path.write_text((RUN_FILES / "demo.yaml").read_text() + "authority: {open: true, moderators: [ada]}\n")
+    said, found = looked_at(path)
+    assert found["run file"].level == "ok" and "authority" not in found and "ports" not in found
+    assert any("not started yet: volunteer-kit host my-run.yaml" in line for line in said)
+    assert not {"host", "first peers", "reachable"} & {n for n, one in found.items() if one.level == "problem"}
+    assert "sk the host" not in "".join(said)
+
+
+def test_mistakes_in_a_hosts_own_file_are_told_with_their_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (RUN_FILES / "demo.yaml").read_text().replace("target_batch_size: 256", "target_batch_size: many")
+    Path("my-run.yaml").write_text(text + "authority: {open: true}\n")
+    _, found = looked_at(Path("my-run.yaml"))
+    line = next(number for number, words in enumerate(text.splitlines(), 1) if "many" in words)
+    assert found["run file"].level == "problem" and f"my-run.yaml, line {line}" in found["run file"].text
+
+
+def test_a_hosts_own_file_leads_to_the_one_that_volunteers_have(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "demo-host"
+    folder.mkdir()
+    run_file(folder, [f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/QmX"], server.url)
+    (folder / "host.json").write_text(json.dumps({"run_id": "demo", "peer_id": "QmX"}))
+    home = Home(folder)
+    assert home.lock("host")
+    monkeypatch.setattr("volunteer_kit.doctor.looks.first_peers_and_reach", lambda peers, *_: (
+        Finding("first peers", "ok", str(peers)), Finding("reachable", "ok", "")
+    ))  # fmt: skip
+    Path("my-run.yaml").write_text((RUN_FILES / "demo.yaml").read_text() + "authority: {open: true}\n")
+    _, found = looked_at(Path("my-run.yaml"))
+    home.unlock()
+    assert found["authority"].level == "ok" and server.url in found["authority"].text
+    assert "/p2p/QmX" in found["first peers"].text and "host" not in found
+    run_file(folder, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], "http://127.0.0.1:1")
+    assert home.lock("host")
+    _, found = looked_at(Path("my-run.yaml"))
+    home.unlock()
+    assert found["authority"].level == "problem" and "authority.log" in found["authority"].way_out
 
 
 class PublicNetwork(Network):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +18,9 @@ from volunteer_kit.cli import _plain_errors
 from volunteer_kit.cli_machine import add_verbs
 from volunteer_kit.host import HostError, HostSettings
 from volunteer_kit.host.door import to_give_out
+from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.init import RECIPES, Answers, ask_all, check, text_of, write
+from volunteer_kit.host.parts import AUTHORITY, DASHBOARD, MONITOR, other_parts
 from volunteer_kit.host.run_file import filled_in, read_given
 from volunteer_kit.host.service import service_unit
 from volunteer_kit.host.settings import authority_url
@@ -30,6 +34,25 @@ DEMO = (RUN_FILES / "demo.yaml").read_text()
 
 APP = typer.Typer()
 add_verbs(APP, _plain_errors)
+
+# --- its folder ---
+
+
+def test_a_databases_password_is_for_its_owner_only(tmp_path):
+    url, before = "postgresql://ada:S3cret@db/run", os.umask(0o022)
+    try:
+        (tmp_path / "host.json").write_text("{}")  # of an earlier version, which everybody could read
+        folder, settings = HostFolder(tmp_path), HostSettings(database=url)
+        folder.save({"database": url})
+        assert (tmp_path / "host.json").stat().st_mode & 0o777 == 0o600 and folder.read() == {"database": url}
+        assert [path.name for path in tmp_path.iterdir()] == ["host.json"]
+    finally:
+        os.umask(before)
+    parts = {part.name: part for part in other_parts(folder, settings, PEERS)}
+    assert not any("S3cret" in word for part in parts.values() for word in part.command)
+    assert dict(parts[AUTHORITY].environment) == {"VOLUNTEER_KIT_DATABASE": url}, "it reads it there"
+    assert not parts[MONITOR].environment and not parts[DASHBOARD].environment
+
 
 # --- the run file of volunteers ---
 
@@ -160,6 +183,37 @@ def test_volunteers_get_addresses_that_they_can_use(maddrs, url, given):
     assert to_give_out(maddrs, url) == [maddrs[index] for index in given]
 
 
+def test_the_monitor_is_told_where_checkpoints_and_metrics_go(tmp_path):
+    def monitor(**settings):
+        saved = HostSettings.remembered(json.loads(json.dumps(HostSettings(**settings).__dict__)))
+        return other_parts(HostFolder(tmp_path), saved, PEERS)[1]
+
+    plain = monitor()
+    assert not plain.needs_token and not {"--push-to", "--trackio", "--checkpoint-every"} & set(plain.command)
+    full = monitor(push_to="org/model", checkpoint_every=50, tracker="wandb")
+    assert full.needs_token and full.command[-5:] == (
+        "--push-to", "org/model", "--checkpoint-every", "50", "--wandb"
+    )  # fmt: skip
+    assert not HostSettings(push_to="").over(HostSettings(push_to="org/model")).push_to
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--trackio", "--wandb"], "one tracker"), (["--push-to", "model"], "ORG/NAME")],
+)
+def test_where_they_cannot_go_is_told(words, told):
+    done = CliRunner().invoke(APP, ["host", "demo", *words], catch_exceptions=False)
+    assert done.exit_code == 2 and told in done.stderr
+
+
+def test_the_options_reach_the_host(monkeypatch):
+    given = []
+    monkeypatch.setattr("volunteer_kit.host.host_run", lambda run, settings, **_: given.append(settings))
+    words = ["--push-to", "org/model", "--checkpoint-every", "50", "--trackio"]
+    assert CliRunner().invoke(APP, ["host", "demo", *words], catch_exceptions=False).exit_code == 0
+    assert given == [HostSettings(push_to="org/model", checkpoint_every=50, tracker="trackio")]
+
+
 # --- after a reboot ---
 
 
@@ -211,6 +265,22 @@ def test_what_init_writes_is_a_run(tmp_path, monkeypatch, model, who):
     assert config.optimizer.model_copy(update={"total_epochs": 0}) == load_run(shipped).optimizer.model_copy(
         update={"total_epochs": 0}
     )
+
+
+@pytest.mark.parametrize("word", ["2024", "1e3", "null", "no"])
+def test_words_that_yaml_takes_for_something_else(word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("my-run.yaml"), Answers(name=word, who=f"{word},bob", moderators=word))
+    config = load_run("my-run.yaml")
+    assert config.run_id == word and config.authority.users == (word, "bob") and config.authority.moderators == (word,)
+
+
+def test_a_file_that_is_not_good_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("volunteer_kit.host.init.text_of", lambda answers, key: "run_id: 2024\n")
+    with pytest.raises(RunError):
+        write(Path("my-run.yaml"), Answers())
+    assert not list(tmp_path.glob("*.*"))
 
 
 def test_each_answer_is_checked_at_once_and_asked_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -75,6 +76,40 @@ def test_the_words_of_the_host_are_options_of_the_kit():
     for line in re.findall(r"volunteer-kit host (?!init)[^`\n]*", prose(ROOT / "notebooks" / NAME)):
         told |= set(re.findall(r"--[a-z-]+", line))
     assert told <= known and len(told) > 6
+
+
+STAND_INS = {"EPOCH": "7", "...": "a reason"}
+
+
+def told_lines() -> list[str]:
+    """Every command with the kit's name that the prose tells people to type."""
+    text = prose(ROOT / "notebooks" / NAME)
+    whole = re.findall(r"`(volunteer-kit [^`\n]+)`|^ +(volunteer-kit [^\n]+)$", text, re.MULTILINE)
+    return [inline or block for inline, block in whole]
+
+
+@pytest.mark.parametrize("line", told_lines())
+def test_every_line_to_type_is_one_that_the_kit_understands(line):
+    """Verbs, options, required arguments; nothing of it is done."""
+    from typer.main import get_command
+
+    from volunteer_kit.cli import app
+
+    words = [STAND_INS.get(word, word) for word in shlex.split(line)[1:]]
+    command = get_command(app)
+    context = command.make_context("volunteer-kit", words)
+    while hasattr(command, "commands"):
+        left = [*context._protected_args, *context.args]
+        name, command, left = command.resolve_command(context, left)
+        context = command.make_context(name, left, parent=context)
+
+
+def test_lines_are_found_and_names_of_files_fit_those_that_the_host_writes():
+    lines = told_lines()
+    assert len(lines) > 7
+    for line in lines:
+        if " moderate " in line:
+            assert "--run my-run-host/run.yaml" in line, "the host's own file does not say where the authority is"
 
 
 def test_it_is_the_complete_recipe():

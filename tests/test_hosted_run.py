@@ -170,7 +170,7 @@ def test_a_host_two_volunteers_and_a_moderator(tmp_path, hub):
             expect(page.get_by_text("bob is banned, and out within a minute.")).to_be_visible()
             picture(page, tmp_path, "hosted-banned")
 
-            expect(board.get_by_text("bob was banned").first).to_be_visible(timeout=60_000)  # no reload
+            expect(board.get_by_text("bob may not take part any more").first).to_be_visible(timeout=60_000)  # no reload
             picture(board, tmp_path, "hosted-dashboard-banned")
             expect(bob.outputs(1).get_by_text(REASON).first).to_be_visible(timeout=OUT * 1000)
             bob.picture("hosted-bob", 1)

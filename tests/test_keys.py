@@ -71,6 +71,64 @@ def test_without_its_root_a_folder_signs_until_the_certificate_ends(tmp_path):
     assert folder.root_public == public
 
 
+def test_a_run_keeps_its_root_while_that_lies_in_a_drawer(tmp_path):
+    folder = KeyFolder(tmp_path / "k")
+    public = folder.create("demo")
+    (folder.path / "root.pem").rename(tmp_path / "in a drawer")
+    assert KeyFolder(folder.path).create("demo") == public == folder.root_public
+    assert not (folder.path / "root.pem").exists(), "no new root is made for a folder that has a run"
+    with pytest.raises(KeysError, match="of the run 'demo', not 'other'"):
+        folder.create("other")
+    with pytest.raises(KeysError, match="root.pem is missing"):
+        folder.signer("authority")  # it has never had a certificate
+    KeyFolder(tmp_path / "another").create("demo")
+    (tmp_path / "another" / "root.pem").rename(folder.path / "root.pem")
+    for use in (lambda: folder.create("demo"), lambda: folder.signer("authority")):
+        with pytest.raises(KeysError, match="is not the root key of this run"):
+            use()
+
+
+@pytest.mark.parametrize("what", ["run_id", "authority.cert"])
+def test_a_folder_of_before_there_was_a_root_pub(tmp_path, what):
+    folder = KeyFolder(tmp_path / "k")
+    folder.create("demo")
+    folder.signer("authority")
+    (folder.path / "root.pub").unlink()
+    assert folder.create("demo") and (folder.path / "root.pub").exists(), "it is written at the next start"
+    for name in {"root.pub", "root.pem", "run_id", "authority.cert"} - {what}:
+        (folder.path / name).unlink()
+    with pytest.raises(KeysError, match="root.pem is missing.\n1. If it is kept elsewhere"):
+        folder.create("demo")
+    assert not (folder.path / "root.pem").exists()
+
+
+def test_a_beginning_that_was_cut_off_is_gone_on_with(tmp_path):
+    folder = KeyFolder(tmp_path / "k")
+    public = folder.create("demo")
+    for name in ("run_id", "root.pub"):
+        (folder.path / name).unlink()
+    assert folder.create("demo") == public and folder.run_id == "demo"
+
+
+def test_a_certificate_that_runs_out_without_its_root_is_warned_of(tmp_path, monkeypatch, caplog):
+    folder = KeyFolder(tmp_path / "k")
+    folder.create("demo")
+    folder.signer("authority")
+    (folder.path / "root.pem").rename(tmp_path / "in a drawer")
+    assert folder.running_out() == {} and not caplog.records
+    monkeypatch.setattr(time, "time", lambda: NOW + 25 * DAY)
+    folder.signer("authority")
+    folder.signer("authority")
+    (said,) = caplog.messages
+    assert "ends in 5 days" in said and f"root.pem back into {folder.path}" in said
+    assert folder.running_out()["authority"] == pytest.approx(5.0, abs=0.1)
+    monkeypatch.setattr(time, "time", lambda: NOW + 26.1 * DAY)
+    folder.signer("authority")
+    assert len(caplog.messages) == 2
+    (tmp_path / "in a drawer").rename(folder.path / "root.pem")
+    assert folder.running_out() == {} and folder.signer("authority").certificate.not_after > NOW + 50 * DAY
+
+
 def test_a_certificate_is_renewed_when_a_third_of_its_life_is_left(tmp_path, monkeypatch):
     folder = KeyFolder(tmp_path / "k")
     folder.create("demo")

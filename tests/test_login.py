@@ -14,7 +14,7 @@ from tests.login_scene import FINE, READ, WRITE, Outcome, Scene, play
 from volunteer_kit.auth.login import Identity, Login, LoginError
 
 PUBLIC_KEY = "ed25519:zCxnPDqEWnO5E2QIRyTsT3RpR-IUYM1P65zsY1VYt44"
-LINK = "https://huggingface.co/settings/tokens/new?tokenType=read"
+LINK = "https://huggingface.co/settings/tokens/new?tokenType=fineGrained"
 CHAT = {"permissions": ["repo.content.read", "inference.serverless.write"]}
 
 
@@ -184,7 +184,7 @@ MEMBERS = {"organization": "dogs"}
 @pytest.mark.parametrize(
     "token, login, rights, fault, kind, says",
     [
-        ("hf_unknown", {}, None, None, "wrong", ["does not know this token", "Copy it again", LINK]),
+        ("hf_unknown", {}, None, None, "wrong", ["does not know this token", "Copy it again", LINK, "no box ticked"]),
         ("hf_old", {}, None, None, "expired", ["has expired", LINK]),
         ("two words", {}, None, None, "malformed", ["no token", LINK]),
         ("hf_äöü", {}, None, None, "malformed", ["no token"]),
@@ -197,7 +197,7 @@ MEMBERS = {"organization": "dogs"}
         (READ, {}, None, {"status": 403}, "wrong", ["does not know"]),
         (READ, {}, None, {"cut_after": 5}, "network", ["cannot be reached"]),
         (READ, MEMBERS, None, None, "organization", ["anna is not in the organization dogs", "huggingface.co/dogs"]),
-        (WRITE, AUTHORITY, None, None, "can_write", ["its role is write", LINK]),
+        (WRITE, AUTHORITY, None, None, "can_write", ["its role is write", LINK, "can read your private"]),
         (FINE, AUTHORITY, {"role": "fineGrained", "fineGrained": {"scoped": [CHAT]}}, None, "can_write",
          ["inference.serverless.write", LINK]),
         (FINE, AUTHORITY, {"role": "fineGrained", "fineGrained": {"global": ["discussion.write"]}}, None, "can_write",

@@ -11,8 +11,10 @@ import pytest
 from hivemind.p2p import PeerID
 
 from volunteer_kit.auth.access_token import BanList, account_digest
+from volunteer_kit.dashboard.happenings import Names, sentence
 from volunteer_kit.monitor import notes, recording
 from volunteer_kit.monitor.errors import MonitorError
+from volunteer_kit.monitor.hiding import follow_wishes
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import Bans, People
 from volunteer_kit.monitor.recording import Recorder, find_tracker
@@ -158,6 +160,27 @@ def test_who_joins_and_leaves_is_told_once(tmp_path):
     journal.close()
 
 
+def test_a_name_is_hidden_by_its_owners_peers_alone(tmp_path):
+    journal, names = Notes(tmp_path / "journal.sqlite"), {A: "Ada", B: "ada", C: "bob"}
+    admission = types.SimpleNamespace(is_open=False, account_of=lambda peer: names.get(peer), username_of=names.get)
+    stranger = PeerID(b"\x12\x20" + bytes([9]) * 32)
+
+    def look(**wishes: bool) -> frozenset[str]:
+        peers = {"a": A, "b": B, "c": C, "stranger": stranger}
+        records = {peers[key]: record(peers[key], "ada", hidden=wish) for key, wish in wishes.items()}
+        follow_wishes(records, admission, journal)
+        return journal.do("hidden")
+
+    assert look(a=False, b=False, c=False) == frozenset()
+    assert look(a=False, b=True, c=False) == {"ada"}, "one of the account's machines is enough"
+    assert look(c=False) == {"ada"}, "who has left stays hidden"
+    assert look(a=False, b=True, c=True, stranger=True) == {"ada", "bob"}
+    assert look(a=False, b=False, stranger=True) == {"bob"}, "all of them show it again"
+    follow_wishes({A: record(A, "ada", hidden=True)}, Admission(), journal)
+    assert journal.do("hidden") == {"bob"}, "in an open run anybody may call himself ada"
+    journal.close()
+
+
 def test_an_outlier_is_told_once_an_hour(tmp_path, monkeypatch):
     journal = Notes(tmp_path / "journal.sqlite")
     people = People(journal, Admission())
@@ -185,4 +208,10 @@ def test_bans_are_told_by_the_names_that_are_known(tmp_path):
     again.take(BanList(2, frozenset({mallory, stranger})))
     again.take(BanList(3, frozenset({stranger})))
     assert told(journal) == [("banned", "Mallory"), ("banned", ""), ("unbanned", "Mallory")]
+    # who was removed is on the same list as who was banned
+    assert [sentence(event, Names(())) for event in reversed(journal.do("events", 100))] == [
+        "Mallory may not take part any more",
+        "A volunteer may not take part any more",
+        "Mallory may take part again",
+    ]
     journal.close()

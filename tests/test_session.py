@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from hivemind.p2p import PeerID
 from PIL import Image
 
 from tests.demo_volunteer import demo_volunteer
@@ -184,6 +185,20 @@ def make_session(tmp_path, monkeypatch):
     for session in made:
         if session.lookout:
             session.lookout.close()
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_who_hides_the_own_name_tells_it_nobody(make_session, hides):
+    told = []
+    session = make_session(
+        SimpleNamespace(local_epoch=3), board=SimpleNamespace(publish=told.append),
+        spec=SimpleNamespace(name="ann", hide_name=hides),
+        peer=SimpleNamespace(peer_id=PeerID(b"\x12\x20" + bytes(32)), client_mode=True),
+        compute=SimpleNamespace(found=SimpleNamespace(name="Tesla T4")),
+    )  # fmt: skip
+    Session.publish(session)
+    assert told[0].hidden is hides and (told[0].name == "ann") is not hides
+    session.optimizer = None  # there is nothing to end
 
 
 def test_the_download_of_the_state_is_watched(make_session):

@@ -147,6 +147,9 @@ def test_what_is_given_to_a_stay_that_goes_on(stay):
     screen = Screen("detach")
     join_swarm("r", name="ann", surface=screen)
     assert len(screen.said) == 2 and one._max_bytes == 2e9  # nothing new, nothing said
+    screen = Screen("detach")
+    join_swarm("r", hide_name=True, surface=screen)
+    assert "keeps the hide_name that" in screen.said[1]
     one._began -= 4 * 3600
     assert join_swarm("r", surface=Screen()).error is None and one.over
 

@@ -179,6 +179,7 @@ def test_a_typed_token_accepts_and_logs_in(monkeypatch):
     text = "\n".join(lines)
     assert choice.name == "anna" and choice.closed and lines[-1] == "Logged in as anna."
     assert "It has expired" in text and "Nothing was typed" in text and "Copy it again" in text and "hf_" not in text
+    assert "no box ticked" in text and "https://hub/tokens" in text and "can read your private" in text
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])

@@ -137,6 +137,9 @@ def join(
         typer.Option(min=0.001, help="Leave after so many GB of model and gradients, both ways; data comes on top."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What others see beside your numbers.")] = None,
+    hide_name: Annotated[
+        bool, typer.Option("--hide-name/--show-name", help='Be "a volunteer" on the run\'s public page.')
+    ] = False,
     client_mode: Annotated[
         bool | None,
         typer.Option("--client-mode/--no-client-mode", help="Others cannot connect here; default: found out."),
@@ -165,6 +168,7 @@ def join(
         max_gb=max_gb,
         client_mode="auto" if client_mode is None else client_mode,
         name=name,
+        hide_name=hide_name,
         data=_one_or_many(data),
         initial_peers=listed(initial_peers),
         accept_terms=accept_terms,

@@ -33,7 +33,11 @@ def authority(
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate with its chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's key, PEM.")] = None,
     database: Annotated[
-        str | None, typer.Option(help="A SQLite file, or postgresql://USER:PASSWORD@HOST/NAME; default: in the folder.")
+        str | None,
+        typer.Option(
+            envvar="VOLUNTEER_KIT_DATABASE",  # `ps` shows command lines to everybody
+            help="A SQLite file, or postgresql://USER:PASSWORD@HOST/NAME; default: in the folder.",
+        ),
     ] = None,
     behind_proxy: Annotated[
         bool, typer.Option("--behind-proxy", help="A proxy on this machine does TLS and says who asks.")

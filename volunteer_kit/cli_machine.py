@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from volunteer_kit.cli_words import group_for, listed
 
 Maddrs = list[str] | None
+HUB_REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 say = functools.partial(print, flush=True)
 
 
@@ -47,8 +49,20 @@ def start(
         bool, typer.Option("--behind-proxy", help="A proxy on this machine serves https and passes on to --port.")
     ] = False,
     database: Annotated[
-        str | None, typer.Option(help="Of the authority: postgresql://... (`ps` shows it); default: a file.")
+        str | None,
+        typer.Option(
+            envvar="VOLUNTEER_KIT_DATABASE",
+            help="Of the authority: postgresql://..., best by the variable, for `ps` shows options; default: a file.",
+        ),
     ] = None,
+    push_to: Annotated[
+        str | None, typer.Option(help='ORG/NAME on the Hub, for checkpoints and model card; "": no longer.')
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Steps of the swarm; default: 10.")
+    ] = None,
+    trackio: Annotated[bool, typer.Option("--trackio", help="The run's metrics to trackio as well.")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="The run's metrics to Weights & Biases as well.")] = False,
     repository: Annotated[str | None, typer.Option(help="OWNER/NAME of the kit on GitHub, for Colab links.")] = None,
     identity_path: Annotated[Path | None, typer.Option(help="The first peer's key, if there is one already.")] = None,
     no_authority: Annotated[
@@ -62,12 +76,17 @@ def start(
 
     What is given here once is remembered in the folder.
     """
-    from volunteer_kit.host import HostSettings, host_run
+    from volunteer_kit.host import HostError, HostSettings, host_run
 
+    if trackio and wandb:
+        raise HostError("Metrics go to one tracker: --trackio or --wandb.")
+    if push_to and not re.fullmatch(HUB_REPOSITORY, push_to):
+        raise HostError(f"--push-to is {push_to!r}; it should look like ORG/NAME, a model on the Hub.")
     settings = HostSettings(
         port=port, dashboard_port=dashboard_port, public_url=public_url, dashboard_url=dashboard_url,
         tls_cert=_absolute(tls_cert), tls_key=_absolute(tls_key), behind_proxy=behind_proxy or None,
-        repository=repository, database=database,
+        repository=repository, database=database, push_to=push_to, checkpoint_every=checkpoint_every,
+        tracker="trackio" if trackio else "wandb" if wandb else None,
     )  # fmt: skip
     if install_service:
         _print_service(run)
@@ -97,6 +116,11 @@ def _print_service(run: str) -> None:
 
     words = sys.argv[sys.argv.index("host") + 1 :] if "host" in sys.argv else [run]
     words = [word for word in words if word not in ("--install-service", "start")]
+    while "--database" in words:  # its password is not for a file that everybody can read
+        at = words.index("--database")
+        del words[at : at + 2]
+        print("Start the host once by hand with --database: it is remembered, and not in the unit.", file=sys.stderr)
+    words = [word for word in words if not word.startswith("--database=")]
     print(service_unit(run_id_of(find_run_file(run)), words), end="")
 
 

@@ -98,7 +98,8 @@ def _token(given: str | None) -> str:
         if not sys.stdin.isatty():
             ways = "1. Log in: hf auth login\n2. Run it again."
             raise LoginError("malformed", f"No login was found here.\n{notes}\n{ways}")
-        print(f"{notes}\nA token that can only read is enough: {login.token_url}", file=sys.stderr)
+        enough = "A token that tells only who you are is enough (fine-grained, no box ticked)"
+        print(f"{notes}\n{enough}: {login.token_url}", file=sys.stderr)
         login.check(getpass.getpass("Hugging Face token (not shown): "))
         identity = login.identity
     assert identity is not None

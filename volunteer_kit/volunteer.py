@@ -57,6 +57,7 @@ def join_swarm(
     max_gb: float | None = None,
     client_mode: bool | Literal["auto"] = "auto",
     name: str | None = None,
+    hide_name: bool = False,
     data: str | Sequence[str] | None = None,
     initial_peers: str | Sequence[str] = (),
     accept_terms: bool = False,
@@ -81,6 +82,8 @@ def join_swarm(
         with other peers, come on top. `max_mbps`: Mbit/s each way, of the same, when others use the same line
     :param client_mode: True if nobody can connect to this machine, "auto": found out
     :param name: what others see beside your numbers; None: your name on the Hub
+    :param hide_name: be "a volunteer", without a name, on the run's public page; your numbers stay. It holds for all
+        that you gave and give to this run, until you take part without it
     :param data: shards, for runs that read shards: paths, pattern or addresses
     :param initial_peers: addresses of peers, if the run's file names none
     :param accept_terms: you know the terms that are shown first (for machines where nobody can press a button)
@@ -97,7 +100,7 @@ def join_swarm(
     try:
         _check_choices(client_mode, batch_size, **caps)
         if _stay is not None and not _stay.over:
-            return _attach(_stay, surface, batch_size=batch_size, name=name, **caps)
+            return _attach(_stay, surface, batch_size=batch_size, name=name, hide_name=hide_name or None, **caps)
         with _before_the_start():
             peers = _listed("--initial-peers", initial_peers, "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID")
             host_maddrs = _listed("--host-maddrs", host_maddrs, "/ip4/0.0.0.0/tcp/PORT")
@@ -113,9 +116,9 @@ def join_swarm(
                 stay.warm_up()
                 who = _welcome(surface, config, run, token, **caps)
                 spec = _spec(
-                    config, house, peers, who, token, name=name, client_mode=client_mode, checkpoint_dir=checkpoint_dir,
-                    host_maddrs=host_maddrs, announce_maddrs=announce_maddrs, identity_path=identity_path,
-                    batch_size=batch_size, max_mbps=max_mbps,
+                    config, house, peers, who, token, name=name, hide_name=hide_name, client_mode=client_mode,
+                    checkpoint_dir=checkpoint_dir, host_maddrs=host_maddrs, announce_maddrs=announce_maddrs,
+                    identity_path=identity_path, batch_size=batch_size, max_mbps=max_mbps,
                 )  # fmt: skip
                 companion, spec = (None, spec) if peers or new_swarm else swarm_of_two(config, house, spec)
                 if companion:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from volunteer_kit.auth.identity import LoginError, _no_network, _steps
+from volunteer_kit.auth.identity import MAKE_A_TOKEN, LoginError, _no_network, _steps
 
 LONGEST = 600.0  # s that we wait for a person to log in; the Hub's codes live 5 to 15 min
 _client_lock = threading.Lock()
@@ -100,7 +100,7 @@ class BrowserLogin:
             raise _CalledOff
 
 
-_OTHER = ("Or paste a read-only token: https://huggingface.co/settings/tokens/new?tokenType=read",)
+_OTHER = (f"Or paste a token. {MAKE_A_TOKEN}",)
 
 
 class _CalledOff(Exception):

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+TOKEN_URL = "https://huggingface.co/settings/tokens/new?tokenType=fineGrained"
 READ_TOKEN_URL = "https://huggingface.co/settings/tokens/new?tokenType=read"
+GIVES_AWAY = "   Whoever gets hold of a read token can read your private repositories."
+MAKE_A_TOKEN = f"Make a token, kind “fine-grained”, no box ticked: it tells only who you are. {TOKEN_URL}\n{GIVES_AWAY}"
 ANSWER_WITHIN = 20.0  # s for one question; the client itself would wait for ever
 PAUSES = (1.0, 3.0)  # s before asking again when the line or the Hub failed
 
@@ -71,7 +74,7 @@ def check(
     orgs = tuple(str(org.get("name")) for org in answer.get("orgs") or [] if isinstance(org, dict))
     access = (answer.get("auth") or {}).get("accessToken") or {}
     if answer.get("type") not in (None, "user") or not name:
-        raise LoginError("malformed", _steps("This is the token of an organization, not of a person.", *_READ_STEPS))
+        raise LoginError("malformed", _steps("This is the token of an organization, not of a person.", *_TOKEN_STEPS))
     if for_authority:
         _refuse_writing(access, scope)
     if organization and organization.lower() not in (org.lower() for org in orgs):
@@ -84,9 +87,9 @@ def tidy(token: str) -> str:
     token = token.strip().strip("\"'").strip()
     is_plain = token.isascii() and token.isprintable() and " " not in token
     if not token or not is_plain or len(token) > 4096:
-        raise LoginError("malformed", _steps("This is no token: one is a single word, hf_ and letters.", *_READ_STEPS))
+        raise LoginError("malformed", _steps("This is no token: one is a single word, hf_ and letters.", *_TOKEN_STEPS))
     if token.startswith("api_org"):
-        raise LoginError("malformed", _steps("This is the token of an organization, not of a person.", *_READ_STEPS))
+        raise LoginError("malformed", _steps("This is the token of an organization, not of a person.", *_TOKEN_STEPS))
     return token
 
 
@@ -113,7 +116,7 @@ def in_time(ask: Callable[[], T], seconds: float = ANSWER_WITHIN) -> T:
     return result[0]
 
 
-_READ_STEPS = (f"Make a read-only token: {READ_TOKEN_URL}", "Paste it whole; it begins with hf_.")
+_TOKEN_STEPS = (MAKE_A_TOKEN, "Paste it whole; it begins with hf_.")
 
 
 def _steps(what: str, *steps: str) -> str:
@@ -169,8 +172,8 @@ def _refusal(status: int, said: str) -> LoginError:
         steps = ("See https://status.huggingface.co", "Run it again in some minutes.")
         return LoginError("down", _steps(f"The Hugging Face Hub has trouble of its own (error {status}).", *steps))
     if "expired" in said:
-        return LoginError("expired", _steps("This token has expired.", *_READ_STEPS))
-    steps = ("Copy it again, whole; it may also have been deleted.", *_READ_STEPS[:1])
+        return LoginError("expired", _steps("This token has expired.", *_TOKEN_STEPS))
+    steps = ("Copy it again, whole; it may also have been deleted.", *_TOKEN_STEPS[:1])
     return LoginError("wrong", _steps("The Hub does not know this token.", *steps))
 
 
@@ -182,7 +185,7 @@ def _endpoint() -> str:
 
 def _refuse_writing(access: dict[str, Any], scope: str | None) -> None:
     """Whoever holds a token that can write can change its owner's repositories; an authority needs only the name."""
-    steps = (f"Make a read-only one: {READ_TOKEN_URL}", "Use that one here; yours stays as it is.")
+    steps = (MAKE_A_TOKEN, "Use that one here; yours stays as it is.")
     writes = _writing(access, scope)
     if writes is None:
         what = "It cannot be told whether this token can write, and the run's authority must not get one that can."
@@ -219,5 +222,7 @@ def _not_in(organization: str, name: str, access: dict[str, Any]) -> str:
         "When you are in, run it again.",
     ]
     if access.get("role") == "fineGrained":
-        steps.append(f"If you are in: fine-grained tokens may hide it; use a read-only one: {READ_TOKEN_URL}")
+        steps.append(
+            f"If you are in: fine-grained tokens may hide it, read tokens do not: {READ_TOKEN_URL}\n{GIVES_AWAY}"
+        )
     return _steps(f"{name} is not in the organization {organization}, whose members train this run.", *steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ VERSION = 1
 MAX_ENVELOPE = 65_536  # bytes
 DAY = 86_400.0  # s
 PREFIX = "ed25519:"
+_log = logging.getLogger(__name__)
 
 Role = Literal["authority", "monitor"]  # signs access tokens and ban lists; signs manifests and orders to roll back
 Kind = Literal["malformed", "forged", "expired", "other_run", "other_peer"]
@@ -115,23 +117,41 @@ class Signer:
 
 
 class KeyFolder:
-    """A run's keys on the host's disk: root.pem, and per role ROLE.pem with ROLE.cert. Readable by their owner only.
+    """A run's keys on the host's disk: root.pem with its public root.pub, and per role ROLE.pem with ROLE.cert.
+    Readable by their owner only.
 
     root.pem is needed to make and renew certificates only, and may be kept elsewhere in between.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._told: dict[str, float] = {}  # role -> when its end was last warned of, s since 1970
 
     def create(self, run_id: str) -> str:
-        """Make the root key, if there is none. :returns: its public text for the run file. Raises KeysError."""
-        self._write_once("run_id", run_id.encode())
+        """Make the root key, if this folder has never had one. :returns: its public text for the run file.
+
+        Goes on without root.pem once root.pub is there. Raises KeysError.
+        """
+        if self._has("run_id"):
+            self._require(run_id)
+        if not self._has("root.pem"):
+            if self._has_a_run():
+                return self.root_public
+            self._write_once("root.pem", _pem(Ed25519PrivateKey.generate()))
+        self._write_once("root.pub", public_text(_public(self._root())).encode() + b"\n")
+        self._write_once("run_id", run_id.encode())  # last: where it is, a root key has been
+        self._require(run_id)
+        return self.root_public
+
+    def _has_a_run(self) -> bool:
+        """A new root would be another identity, which nobody who has the run file believes."""
+        return any(self._has(name) for name in ("run_id", "root.pub")) or any(self.path.glob("*.cert"))
+
+    def _require(self, run_id: str) -> None:
         if self.run_id != run_id:
             raise KeysError(
                 f"The keys in {self.path} are of the run {self.run_id!r}, not {run_id!r}: name another folder."
             )
-        self._write_once("root.pem", _pem(Ed25519PrivateKey.generate()))
-        return self.root_public
 
     @property
     def run_id(self) -> str:
@@ -140,17 +160,41 @@ class KeyFolder:
     @property
     def root_public(self) -> str:
         """What belongs into the run file as authority.public_key."""
-        return public_text(_public(self._load("root.pem")))
+        if self._has("root.pem") or not self._has("root.pub"):
+            return public_text(_public(self._root()))
+        return self._kept_public()
 
     def signer(self, role: Role, lifetime_days: float = 30.0) -> Signer:
-        """The role's key with a certificate that holds for a third of its lifetime at least. Raises KeysError."""
+        """The role's key with a certificate that holds for a third of its lifetime at least; without root.pem, until
+        it ends, with a warning once a day. Raises KeysError."""
         self._write_once(f"{role}.pem", _pem(Ed25519PrivateKey.generate()))
         key, certificate = self._load(f"{role}.pem"), self._certificate(role)
         fresh = certificate is not None and certificate.public_key == _public(key)
         left = certificate.not_after - time.time() if fresh else 0.0
-        if left < lifetime_days * DAY / 3 and (left <= 0 or (self.path / "root.pem").exists()):
-            certificate = self._certify(role, key, lifetime_days)
+        if left < lifetime_days * DAY / 3:
+            if left <= 0 or self._has("root.pem"):
+                certificate = self._certify(role, key, lifetime_days)
+            else:
+                self._warn(role, left)
         return Signer(certificate, key)
+
+    def running_out(self, lifetime_days: float = 30.0) -> dict[str, float]:
+        """Roles whose certificate is in the last third of its lifetime and cannot be renewed, as root.pem is not here
+        -> days left (negative: it has ended)."""
+        if self._has("root.pem"):
+            return {}
+        certificates = [self._certificate(path.stem) for path in sorted(self.path.glob("*.cert"))]
+        left = {one.role: (one.not_after - time.time()) / DAY for one in certificates if one is not None}
+        return {role: days for role, days in left.items() if days < lifetime_days / 3}
+
+    def _warn(self, role: str, left: float) -> None:
+        if time.time() - self._told.get(role, float("-inf")) < DAY:
+            return
+        self._told[role] = time.time()
+        _log.warning(
+            "The certificate of the run's %s ends in %.0f days, and then volunteers believe it no more. To renew it, "
+            "put root.pem back into %s for a minute.", role, left / DAY, self.path,
+        )  # fmt: skip
 
     def rotate(self, role: Role, lifetime_days: float = 30.0) -> Signer:
         """A new key in the role. What the old one signed stays good until it expires: nobody is sent away."""
@@ -162,7 +206,7 @@ class KeyFolder:
 
     def _certify(self, role: Role, key: Ed25519PrivateKey, days: float, write: bool = True) -> Certificate:
         bare = Certificate(self.run_id, role, _public(key), time.time() + days * DAY)
-        signature = self._load("root.pem").sign(bare.claims())
+        signature = self._root().sign(bare.claims())
         certificate = Certificate(bare.run_id, bare.role, bare.public_key, bare.not_after, signature)
         if write:
             self._write(f"{role}.cert", certificate.to_bytes())
@@ -173,6 +217,26 @@ class KeyFolder:
             return Certificate.from_bytes((self.path / f"{role}.cert").read_bytes())
         except (OSError, TokenError):
             return None
+
+    def _root(self) -> Ed25519PrivateKey:
+        key = self._load("root.pem")
+        if self._has("root.pub") and public_text(_public(key)) != self._kept_public():
+            raise KeysError(
+                f"{self.path / 'root.pem'} is not the root key of this run: root.pub beside it has another one.\n"
+                "1. Put back the backup of this run's root.pem."
+            )
+        return key
+
+    def _kept_public(self) -> str:
+        text = self._read("root.pub").decode(errors="replace").strip()
+        try:
+            parse_public_keys(text)
+        except ValueError as error:
+            raise KeysError(f"{self.path / 'root.pub'} is damaged: put back its backup, or root.pem.") from error
+        return text
+
+    def _has(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def _load(self, name: str) -> Ed25519PrivateKey:
         try:

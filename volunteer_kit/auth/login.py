@@ -9,7 +9,7 @@ login.identity                    # Identity(name, orgs, token)
 from __future__ import annotations
 
 from volunteer_kit.auth.browser import BrowserLogin
-from volunteer_kit.auth.identity import LATER, READ_TOKEN_URL, Identity, LoginError, check
+from volunteer_kit.auth.identity import LATER, TOKEN_URL, Identity, LoginError, check
 from volunteer_kit.auth.sources import look
 
 __all__ = ["Identity", "Login", "LoginError", "check"]
@@ -18,7 +18,7 @@ __all__ = ["Identity", "Login", "LoginError", "check"]
 class Login:
     """One volunteer's login; what a screen needs to ask for it. Tokens stay in memory; nothing is written."""
 
-    token_url = READ_TOKEN_URL
+    token_url = TOKEN_URL
 
     def __init__(
         self, *, for_authority: bool = False, organization: str | None = None, client_id: str | None = None

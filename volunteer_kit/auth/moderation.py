@@ -122,7 +122,8 @@ def judge(allowlist: Allowlist, name: str, standing: Standing, help_url: str = "
             "organization",
             f"{name} is not in the organization {organization}, whose members train this run.\n"
             f"1. Ask to join: https://huggingface.co/{organization} (“Request to join this org”), or ask the host.\n"
-            "2. When you are in, run it again. If you are in already: a fine-grained token may hide it.",
+            "2. When you are in, run it again. If you are in already: a fine-grained token may hide it, a read "
+            "token does not.",
         )
     asked = f" ({help_url})" if help_url else ""
     raise Refused(

@@ -14,14 +14,15 @@ from volunteer_kit.doctor.looks import Look
 
 SHORT, LOADING, PEERS = 25.0, 60.0, 90.0  # s that a check may take; importing torch on two busy cores takes 20
 HUB = "https://huggingface.co"
+NOWHERE, NO_KEY = "http://127.0.0.1:1", f"ed25519:{'A' * 43}"  # of an authority that was never started
 
 
 class HostSide(NamedTuple):
     """What the folder of a host says."""
 
     folder: Path
-    saved: dict[str, Any]  # host.json
-    is_running: bool
+    saved: dict[str, Any]  # host.json; {}: no host was started yet
+    is_running: bool = False
 
 
 def doctor(
@@ -44,28 +45,32 @@ def doctor(
         Look("open files", SHORT, looks.open_files),
     ]
     findings = [verdicts.current_python()]
-    config, run_finding = _load(run) if run is not None else (None, None)
+    config, run_finding = _load(run, folder) if run is not None else (None, None)
     pending += _looks_that_depend_on(config, _home(home))
     findings += [look.finding() for look in pending]
     if run_finding is not None:
         findings.append(run_finding)
     if config is not None:
-        findings += _of_run(config, host_side(run, config.run_id, folder))
+        host = host_side(run, config.run_id, folder)
+        if host is None and config.authority is not None and config.authority.public_key == NO_KEY:
+            host = HostSide(_host_folder(config.run_id, folder), {})
+        if host is not None and not host.saved:
+            findings.append(verdicts.not_started(str(run)))
+        findings += _of_run(config, host)
     for line in report(findings):
         say(line)
     return findings
 
 
-def _load(run: str | Path) -> tuple[Any, Finding]:
+def _load(run: str | Path, folder: str | Path | None) -> tuple[Any, Finding]:
     """The run, if it can be read within a minute."""
     loaded: list[Any] = []
 
     def load() -> Finding:
         from volunteer_kit.run_reader import RunError
-        from volunteer_kit.runs import load_run
 
         try:
-            config = load_run(run)
+            config = _read(run, folder)
         except RunError as error:
             return verdicts.run_file(str(error))
         loaded.append(config)
@@ -73,6 +78,47 @@ def _load(run: str | Path) -> tuple[Any, Finding]:
 
     finding = Look("run file", LOADING, load).finding()
     return (loaded[0] if loaded else None), finding
+
+
+def _read(run: str | Path, folder: str | Path | None) -> Any:
+    """The run as its volunteers know it: of a host's own file, which need not say where its authority is, the one that
+    the host made of it. Before its first start something holds the place of address and key. Raises RunError."""
+    from volunteer_kit.run_reader import find_run_file, read_small, read_yaml
+    from volunteer_kit.runs import load_run
+
+    path = find_run_file(str(run))
+    text = read_yaml(read_small(path), str(path))
+    said = text.values.get("authority")
+    lacks = isinstance(said, dict) and not {"url", "public_key"} <= said.keys()
+    config = _validated(text) if lacks else load_run(path)
+    written = _host_folder(config.run_id, folder) / "run.yaml"
+    if config.authority is not None and written.is_file() and not written.samefile(path):
+        found = load_run(written)
+        same_key = found.authority is not None and found.authority.public_key == config.authority.public_key
+        if found.run_id == config.run_id and (lacks or same_key):
+            return found
+    return config
+
+
+def _validated(text: Any) -> Any:
+    from pydantic import ValidationError
+
+    from volunteer_kit.run_reader import explain
+    from volunteer_kit.run_tokenizers import tokenizer_mistakes
+    from volunteer_kit.runs import RunConfig
+
+    text.values["authority"] = {"url": NOWHERE, "public_key": NO_KEY, **text.values["authority"]}
+    try:
+        config = RunConfig.model_validate(text.values)
+    except ValidationError as error:
+        raise explain(error, text, RunConfig) from None
+    if mistakes := tokenizer_mistakes(config):
+        raise text.error(mistakes)
+    return config
+
+
+def _host_folder(run_id: str, folder: str | Path | None) -> Path:
+    return Path(folder) if folder else Path(f"{run_id}-host")
 
 
 def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
@@ -84,7 +130,7 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     has_authority = config is not None and config.authority is not None
     needs_hub = has_authority or (config is not None and _reads_from_hub(config))
-    clocks = [config.authority.url] if has_authority else []
+    clocks = [config.authority.url] if has_authority and config.authority.url != NOWHERE else []
     return [
         Look("memory", SHORT, lambda: looks.memory(parameters)),
         Look("disk", SHORT, lambda: looks.disk(home, state)),
@@ -104,8 +150,8 @@ def _of_run(config: Any, host: HostSide | None) -> list[Finding]:
     port = 0
     later: list[Look] = []
     if config.authority is not None and (host is None or is_running):
-        later.append(Look("authority", 2 * SHORT, lambda: looks.authority(config)))
-    if host is not None:
+        later.append(Look("authority", 2 * SHORT, lambda: _authority(config, host)))
+    if host is not None and host.saved:
         later.append(Look("ports", SHORT, lambda: _ports(host)))
         port = 0 if is_running else _peer_port(host.saved)
     both: list[Finding] = []
@@ -119,6 +165,13 @@ def _of_run(config: Any, host: HostSide | None) -> list[Finding]:
     return [*found, *(look.finding() for look in later)]
 
 
+def _authority(config: Any, host: HostSide | None) -> Finding:
+    found = looks.authority(config)
+    if host is None or found.level != "problem":
+        return found
+    return found._replace(way_out=f"Look at its log: {host.folder / 'logs' / 'authority.log'}")
+
+
 def host_side(run: str | Path | None, run_id: str, folder: str | Path | None) -> HostSide | None:
     """Is this machine the run's host? Then its folder is named, or holds the run file, or lies where it is made."""
     places = [Path(folder)] if folder else [Path(str(run)).expanduser().parent, Path(f"{run_id}-host")]
@@ -129,6 +182,9 @@ def host_side(run: str | Path | None, run_id: str, folder: str | Path | None) ->
             continue
         if isinstance(saved, dict) and saved.get("run_id") == run_id:
             return HostSide(place, saved, _is_locked(place / "host.lock"))
+    place = _host_folder(run_id, folder)
+    if place.is_dir() and {path.name for path in place.iterdir()} == {"keys"}:
+        return HostSide(place, {})  # as `host init` leaves it
     return None
 
 

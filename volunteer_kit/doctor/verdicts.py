@@ -192,6 +192,11 @@ def authority(url: str, error: str | None, certificate_days: float | None) -> Fi
     return Finding("authority", "ok", text)
 
 
+def not_started(run: str) -> Finding:
+    """Of the run's host, on its own machine."""
+    return Finding("host", "ok", f"not started yet: volunteer-kit host {run}")
+
+
 def ports(taken: Mapping[str, int], is_running: bool) -> Finding:
     """:param taken: what for -> port that somebody has
     :param is_running: this run's host has them"""

@@ -122,7 +122,7 @@ class Host:
         self.folder = HostFolder(folder or f"{self._run_id}-host")
         self._given, self._inbox, self._say = given, inbox, say
         self._watches: dict[str, Watch] = {}
-        self._given_up: list[str] = []
+        self._failing: set[str] = set()
         self._addresses: list[str] = []
         self._invited = False
 
@@ -147,6 +147,11 @@ class Host:
         self._settings = self._with_ports(settings)
         self._url = authority_url(self._settings)
         self._public_key = KeyFolder(self.folder.keys).create(self._run_id)
+        for role, days in KeyFolder(self.folder.keys).running_out().items():
+            self._say(
+                f"The certificate of the {role} ends in {days:.0f} days, and root.pem, which makes new ones, is away. "
+                f"Put it back into {self.folder.keys} for a minute."
+            )
         self._text, config = read_given(self._source, self._url, self._public_key)
         self._authority = config.authority
         self._others = [peer for peer in config.initial_peers if peer.rpartition("/")[2] != saved.get("peer_id")]
@@ -195,7 +200,7 @@ class Host:
     # --- while it runs ---
 
     def keep_up(self, stopped: Callable[[], bool]) -> None:
-        """Until told to stop. Raises HostError when nothing of it can be kept up."""
+        """Until told to stop. Raises HostError when its first peer does not start: there is nothing to host."""
         self._say(f"Starting the run {self._run_id} in {self.folder.path}")
         try:
             self._watch(parts.first_peer(self.folder, self._settings, [*self._settings.initial_peers, *self._others]))
@@ -217,17 +222,18 @@ class Host:
 
     def _take(self, news: News) -> None:
         if news.kind == "ready":
+            self._failing.discard(news.name)
             if news.name == parts.PEER and not self._addresses:
                 self._first_peer_is_up()
             elif self._invited:
                 self._say(f"{news.name} is up again.")
         elif news.kind == "restarting":
             self._say(news.text)
-        elif news.kind == "gave_up":
-            self._given_up.append(news.name)
-            if news.name == parts.PEER and not self._addresses or len(self._given_up) == len(self._watches):
+        elif news.kind == "failing":
+            self._failing.add(news.name)
+            if news.name == parts.PEER and not self._addresses:
                 raise HostError(news.text)
-            self._say(f"{news.text}\nThe rest goes on. When that is mended, start the host again.")
+            self._say(f"{news.text}\nThe rest goes on. When that is mended, it comes back by itself.")
         self._invite_when_all_are_up()
 
     def _first_peer_is_up(self) -> None:
@@ -245,7 +251,7 @@ class Host:
     def _invite_when_all_are_up(self) -> None:
         if self._invited or not self._addresses:
             return
-        if all(watch.is_up or name in self._given_up for name, watch in self._watches.items()):
+        if all(watch.is_up or name in self._failing for name, watch in self._watches.items()):
             self._invited = True
             for line in welcome(
                 self._run_id,
@@ -253,7 +259,7 @@ class Host:
                 self._settings,
                 self.folder,
                 self._addresses,
-                sorted(self._given_up),
+                sorted(self._failing),
                 self._authority,
             ):
                 self._say(line)

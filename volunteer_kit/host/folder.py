@@ -22,7 +22,8 @@ LEFTOVERS_END_WITHIN = 13.0  # s; a part gives itself 10 once the host is gone
 
 
 class HostFolder:
-    """Where everything of a run lies. What may be lost is only logs/; keys/ and identity.key belong into a backup."""
+    """Where everything of a run lies. What may be lost is only logs/. Into a backup belong keys/, identity.key,
+    authority.sqlite (members and bans) and monitor/ with credit.sqlite (what everybody has done)."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser().absolute()
@@ -107,10 +108,13 @@ class HostFolder:
         return saved
 
     def save(self, values: Mapping[str, Any]) -> None:
-        """host.json, whole or not at all. Raises OSError."""
+        """host.json, whole or not at all, for its owner's eyes: a database's address may have a password in it.
+        Raises OSError."""
         part = self.path / f".host.json.{os.getpid()}.part"
         try:
-            part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            part.unlink(missing_ok=True)  # it would keep its own mode
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(json.dumps(values, indent=1) + "\n")
             os.replace(part, self.path / "host.json")
         finally:
             part.unlink(missing_ok=True)

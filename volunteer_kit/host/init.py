@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -169,8 +170,13 @@ def write(out: Path, answers: Answers) -> list[str]:
     folder = Path(f"{answers.name}-host")
     public_key = KeyFolder(folder / "keys").create(str(answers.name))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text_of(answers, public_key), encoding="utf-8")
-    load_run(out)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        part.write_text(text_of(answers, public_key), encoding="utf-8")
+        load_run(part)
+        os.replace(part, out)
+    finally:
+        part.unlink(missing_ok=True)
     options = f" --public-url {answers.address} --behind-proxy" if answers.address else ""
     lines = [f"{out} is written, and the run's keys are in {folder / 'keys'}: keep a backup, show them to nobody."]
     if answers.address:
@@ -185,7 +191,7 @@ def text_of(answers: Answers, public_key: str) -> str:
     parts = [
         f"# The run {answers.name}: what all of its volunteers share. Written by `volunteer-kit host init`.\n"
         "# Peers average with each other only if everything here is equal, but for addresses, authority and captions.",
-        f"run_id: {answers.name}\n"
+        f"run_id: {_scalar(str(answers.name))}\n"
         f"description: {_scalar('A text-to-image model that volunteers train together.')}  # volunteers read it\n"
         "seed: 0  # of the first weights and of the order of the data",
         f"help_url: {_scalar(str(answers.help_url))}  # where volunteers find you" if answers.help_url else "",
@@ -236,7 +242,7 @@ def _authority(answers: Answers, public_key: str) -> str:
     if who == "open":
         door = "  open: true  # everybody with an account at the Hub may join"
     elif "," in who:
-        door = f"  users: [{', '.join(names)}]  # who may join"
+        door = f"  users: [{', '.join(map(_scalar, names))}]  # who may join"
     else:
         door = f"  organization: {_scalar(who)}  # of the Hub; its members may join"
     moderators = _names(str(answers.moderators))

@@ -11,8 +11,10 @@ from volunteer_kit.host.watch import Part
 
 PEER, AUTHORITY, MONITOR, DASHBOARD = "first peer", "authority", "monitor", "dashboard"
 STOP_ORDER = ((DASHBOARD, MONITOR), (AUTHORITY,), (PEER,))  # who needs others goes before them
+TRACKERS = ("trackio", "wandb")
 CLI = "volunteer_kit.cli"
 PEER_MODULE = "volunteer_kit.host_peer"
+DATABASE = "VOLUNTEER_KIT_DATABASE"  # in the environment, for its password: `ps` shows command lines to everybody
 
 
 def first_peer(folder: HostFolder, settings: HostSettings, initial_peers: Sequence[str]) -> Part:
@@ -36,18 +38,21 @@ def other_parts(folder: HostFolder, settings: HostSettings, addresses: Sequence[
         authority += ["--host", "0.0.0.0", "--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key]
     if settings.behind_proxy:
         authority += ["--behind-proxy"]
-    if settings.database:
-        authority += ["--database", settings.database]
     monitor = [CLI, "monitor", run, "--folder", str(folder.monitor), "--keys", str(folder.keys)]
     monitor += ["--initial-peers", ",".join(addresses)]
     if settings.host_maddrs:  # the same interfaces, any port
         monitor += ["--host-maddrs", ",".join(any_port(maddr) for maddr in settings.host_maddrs)]
+    if settings.push_to:
+        monitor += ["--push-to", settings.push_to]
+    if settings.checkpoint_every:
+        monitor += ["--checkpoint-every", str(settings.checkpoint_every)]
+    if settings.tracker in TRACKERS:
+        monitor += [f"--{settings.tracker}"]
     dashboard = [CLI, "dashboard", run, "--folder", str(folder.monitor), "--port", str(settings.dashboard_port)]
     return [
-        Part(AUTHORITY, tuple(authority)),
-        Part(
-            MONITOR, tuple(monitor), ready_within=300.0, needs_token=True
-        ),  # it may load a checkpoint; pushes to the Hub
+        Part(AUTHORITY, tuple(authority), environment=((DATABASE, settings.database),) if settings.database else ()),
+        # it may load a checkpoint; and what the Hub does not get from it needs no token
+        Part(MONITOR, tuple(monitor), ready_within=300.0, needs_token=bool(settings.push_to)),
         Part(DASHBOARD, tuple(dashboard)),
     ]
 

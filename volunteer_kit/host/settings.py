@@ -33,6 +33,9 @@ class HostSettings:
     :param behind_proxy: something else serves https under public_url and passes on to `port`
     :param repository: OWNER/NAME on GitHub of the kit, for links that open its notebooks in Colab
     :param database: of the authority, if not SQLite in the folder
+    :param push_to: ORG/NAME on the Hub, for checkpoints and model card; "": no longer
+    :param checkpoint_every: epochs from one checkpoint to the next
+    :param tracker: where metrics go as well, "trackio" or "wandb"
     """
 
     host_maddrs: tuple[str, ...] = ()
@@ -47,6 +50,9 @@ class HostSettings:
     behind_proxy: bool | None = None
     repository: str | None = None
     database: str | None = None
+    push_to: str | None = None
+    checkpoint_every: int | None = None
+    tracker: str | None = None
 
     @classmethod
     def remembered(cls, saved: dict[str, Any]) -> HostSettings:
@@ -70,8 +76,9 @@ class HostSettings:
 
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("host_maddrs", "announce_maddrs", "initial_peers"), tuple),
-    **dict.fromkeys(("port", "dashboard_port"), int),
+    **dict.fromkeys(("port", "dashboard_port", "checkpoint_every"), int),
     **dict.fromkeys(("public_url", "dashboard_url", "tls_cert", "tls_key", "repository", "database"), str),
+    **dict.fromkeys(("push_to", "tracker"), str),
     "behind_proxy": bool,
 }
 

@@ -22,7 +22,8 @@ from volunteer_kit.home import log_end
 from volunteer_kit.host.log import BoundedLog
 from volunteer_kit.process_group import kill_all, wait_for_exit
 
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")  # environments are listed by `ps e`
+# environments are listed by `ps e`, and inherited
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "VOLUNTEER_KIT_DATABASE")
 LINE_LIMIT = 2**20  # bytes
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,16 +34,19 @@ class Part(NamedTuple):
     :param command: a module and its arguments
     :param ready_within: s until its line {"ready": ...}; a start on two busy cores takes half a minute
     :param needs_token: it gets the environment's HF token
+    :param environment: its own, for what `ps` must not show
     """
 
     name: str
     command: tuple[str, ...]
     ready_within: float = 120.0
     needs_token: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 class News(NamedTuple):
-    """What a watch tells. kind: ready, restarting, gave_up, stop (a signal; of no part)."""
+    """What a watch tells. kind: ready, restarting, failing (it is tried only now and then), stop (a signal; of no
+    part)."""
 
     kind: str
     name: str = ""
@@ -51,26 +55,39 @@ class News(NamedTuple):
 
 @dataclass
 class Patience:
-    """How long to wait before the next start.
+    """How long to wait before the next start. There is always one: what it lacks, as a disk with room, may come back.
 
-    :param most: starts that may fail within `window` s before it is given up
+    :param most: starts that may fail within `window` s before it is tried only now and then
+    :ivar is_worn: that is so, until a start has lasted longer than `window` s
     """
 
     most: int = 6
     window: float = 300.0
     first: float = 1.0  # s; doubles with each crash in the window
     longest: float = 60.0
+    slow: float = 60.0  # s; now and then, at first; doubles
+    slowest: float = 300.0
 
     def __post_init__(self) -> None:
         self._crashes: deque[float] = deque()
+        self._pause = 0.0
+        self.is_worn = False
 
-    def crashed(self, now: float) -> float | None:
-        """s to wait; None: it has crashed too often lately."""
+    def crashed(self, now: float, lasted: float = 0.0) -> float:
+        """:param lasted: s that it was up
+        :returns: s to wait"""
+        if self.is_worn and lasted <= self.window:
+            self._pause = min(self.slowest, 2 * self._pause)
+            return self._pause
+        if self.is_worn:
+            self.is_worn = False
+            self._crashes.clear()
         self._crashes.append(now)
         while self._crashes[0] < now - self.window:
             self._crashes.popleft()
         if len(self._crashes) >= self.most:
-            return None
+            self.is_worn, self._pause = True, self.slow
+            return self._pause
         return min(self.longest, self.first * 2 ** (len(self._crashes) - 1))
 
 
@@ -93,6 +110,9 @@ class Watch:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # guards _process: no signal to a pid that was given back
         self._is_up, self._stopping, self._error = False, False, ""
+        self._was_up = False  # the last start was
+        self._up_at = 0.0
+        self._told_failing = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -137,23 +157,30 @@ class Watch:
                 code = self._run_once()
                 if self._stopping:
                     return
-                pause = self._patience.crashed(time.monotonic())
-                what = f"{self.part.name} {self._how_ended(code)}"
-                if pause is None:
-                    end = log_end(self.log_path)
-                    text = f"{what}, too often: given up. {self.log_path} ends with:\n{end}"
-                    self._tell(News("gave_up", self.part.name, text))
-                    return
-                self._tell(News("restarting", self.part.name, f"{what}; it starts again in {pause:.0f} s."))
+                lasted = time.monotonic() - self._up_at if self._was_up else 0.0
+                pause = self._patience.crashed(time.monotonic(), lasted)
+                self._tell_crash(f"{self.part.name} {self._how_ended(code)}", pause)
                 with suppress(queue.Empty):
                     self._wake.get(timeout=pause)
         finally:
             self._log.close()
 
+    def _tell_crash(self, what: str, pause: float) -> None:
+        """Each, while that is news; when it fails again and again once, until it was up in between."""
+        if self._was_up or not self._patience.is_worn:
+            self._told_failing = False
+        if not self._patience.is_worn:
+            self._tell(News("restarting", self.part.name, f"{what}; it starts again in {pause:.0f} s."))
+        elif not self._told_failing:
+            self._told_failing = True
+            seldom = f"from now on it is tried every {pause:.0f} to {self._patience.slowest:.0f} s"
+            text = f"{what}, too often: {seldom}. {self.log_path} ends with:\n{log_end(self.log_path)}"
+            self._tell(News("failing", self.part.name, text))
+
     def _run_once(self) -> int | None:
         """Start it and wait until all of it has ended. :returns: its exit code; None: it could not be started."""
         own = f"VOLUNTEER_KIT_PART={secrets.token_hex(16)}"
-        self._is_up, self._error = False, ""
+        self._is_up, self._was_up, self._error = False, False, ""
         with self._lock:
             if self._stopping:
                 return None
@@ -182,6 +209,7 @@ class Watch:
 
     def _start(self, own: str) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if self.part.needs_token or k not in SECRETS}
+        environment |= dict(self.part.environment)
         environment |= dict(mark.split("=", 1) for mark in (self._mark, own))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         return subprocess.Popen(
@@ -200,7 +228,8 @@ class Watch:
             while line := lines.readline(LINE_LIMIT):
                 said = _message(line)
                 if isinstance(said.get("ready"), dict) and not self._is_up:
-                    self._is_up, self.ready = True, said["ready"]
+                    self._up_at, self.ready = time.monotonic(), said["ready"]
+                    self._is_up = self._was_up = True
                     self._tell(News("ready", self.part.name))
                 elif isinstance(said.get("error"), str):
                     self._error = f"says: {said['error'].partition(chr(10))[0][:300]}"

@@ -22,7 +22,7 @@ def welcome(
     """The links to give away, and what is for the host.
 
     :param addresses: of the first peer, as they stand in the run file
-    :param down: parts that could not be started
+    :param down: parts that do not start, and are tried again now and then
     """
     link = f"{url}/run.yaml"
     lines = [f"The run {run_id} is up.", "", "For volunteers, any of these:"]
@@ -34,7 +34,7 @@ def welcome(
     lines.append(f"  moderators {url}/moderate")
     lines.append(f"  dashboard  {dashboard_url(settings)}")
     lines += [f"  peer       {address}" for address in addresses]
-    lines.append(f"  folder     {folder.path}   (keep a backup of keys/ and identity.key, and show them to nobody)")
+    lines.append(f"  folder     {folder.path}   (keep a backup of all but logs/, and show it to nobody)")
     lines += ["", *who_may_join(authority)]
     if is_loopback(urlsplit(url).hostname or ""):
         lines += ["", "Only this machine can join: for others the authority needs https and a name, see --public-url."]

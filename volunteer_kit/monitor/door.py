@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,11 +23,13 @@ from volunteer_kit.monitor.errors import MonitorError
 from volunteer_kit.monitor.member import Addresses
 from volunteer_kit.monitor.recording import find_tracker
 from volunteer_kit.monitor.watch import CHECKPOINT_EVERY, Monitor
+from volunteer_kit.run_reader import find_run_file, read_small, read_yaml
 from volunteer_kit.runs import RunConfig, load_run
 
 TURN = 0.1  # s between two turns of the loop
 FAREWELL = 8.0  # s from the order to stop until the process ends, whatever it waits for
 ANSWER_WITHIN = 240.0  # s; a monitor answers between two rounds
+MEET_WITHIN = 45.0  # s in which a monitor of the command's own has to see another peer
 SERVE_FOR = 90.0  # s that a monitor of the command's own stays up after its order: others fetch the state from it
 TROUBLES = 20  # turns that may fail one after another
 
@@ -57,7 +60,7 @@ def monitor_run(
     Raises RunError, MonitorError, KeysError, SwarmError. Must be called in the main thread.
     """
     config = run if isinstance(run, RunConfig) else load_run(run)
-    home = Home(monitor_folder(config, folder))
+    home = Home(monitor_folder(config.run_id, folder))
     found = find_tracker(tracker) if tracker else None
     token = _take_token(push_to)
     if not home.lock("monitor"):
@@ -84,6 +87,9 @@ def monitor_run(
         say(json.dumps({"ready": {"peer_id": str(peer.peer_id), "maddrs": peer.visible_maddrs()}}))
         try:
             _keep_up(monitor, stop, done)
+        except BaseException as error:
+            stop.error = None if stop.is_set else error
+            raise
         finally:
             stop.set()
             monitor.close()
@@ -109,10 +115,14 @@ def _keep_up(monitor: Monitor, stop: _Stop, done: Callable[[Monitor], bool]) -> 
 
 
 class _Stop:
-    """SIGTERM and SIGINT; from then on the process has FAREWELL s. Made after all processes were forked."""
+    """SIGTERM and SIGINT; from then on the process has FAREWELL s. Made after all processes were forked.
+
+    :ivar error: why it ends, if nobody told it to: said when the process is ended by force
+    """
 
     def __init__(self) -> None:
         self.is_set = False
+        self.error: BaseException | None = None
         self._timer: threading.Timer | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.set())
@@ -120,7 +130,7 @@ class _Stop:
     def set(self) -> None:
         if not self.is_set:
             self.is_set = True
-            self._timer = threading.Timer(FAREWELL, _end)
+            self._timer = threading.Timer(FAREWELL, lambda: _end(self.error))
             self._timer.daemon = True
             self._timer.start()
 
@@ -130,14 +140,24 @@ class _Stop:
             self._timer.cancel()
 
 
-def _end() -> None:
-    """A round that is waited for may take minutes. Journal, credit and checkpoints are whole at any time."""
+def _end(error: BaseException | None) -> None:
+    """A round that is waited for may take minutes. Journal, credit and checkpoints are whole at any time.
+
+    Nothing is printed after this, so the error is said here. Exit code 0: as it was told; 2: MonitorError; 1: a bug.
+    """
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()
         except psutil.Error:
             continue
-    os._exit(0)
+    if isinstance(error, MonitorError):
+        print(error, file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0 if error is None else 2 if isinstance(error, MonitorError) else 1)
 
 
 # --- by hand ---
@@ -154,10 +174,11 @@ def roll_back(
 ) -> None:
     """Order a run back to a checkpoint, by the monitor that runs in `folder`, or by one for this purpose.
 
+    :param run: the host's own file does: addresses and key come from the one that `volunteer-kit host` wrote, if any
     Says what was done. Raises MonitorError with the reason if nothing was, and what monitor_run raises.
     """
-    config = run if isinstance(run, RunConfig) else load_run(run)
-    home = Home(monitor_folder(config, folder))
+    config = _as_written(run, folder)
+    home = Home(monitor_folder(config.run_id, folder))
     if not home.path.is_dir():
         raise MonitorError(
             f"There is no monitor's folder {home.path}.\n1. Name it: --folder PATH\n"
@@ -166,9 +187,10 @@ def roll_back(
     if home.lock("monitor"):
         home.unlock()
         say("No monitor runs here; one is started for the order.")
-        answer = _with_a_monitor(config, to_epoch, folder=home.path, keys=keys, initial_peers=initial_peers)
-    else:
-        answer = asked.ask(home.path, to_epoch, ANSWER_WITHIN)
+        peers = tuple(initial_peers) or config.initial_peers
+        _by_one_of_our_own(config, to_epoch, say, folder=home.path, keys=keys, initial_peers=peers)
+        return
+    answer = asked.ask(home.path, to_epoch, ANSWER_WITHIN)
     if answer is None:
         raise MonitorError(
             f"The monitor in {home.path} did not answer within {ANSWER_WITHIN:.0f} s.\n"
@@ -179,24 +201,67 @@ def roll_back(
     say(answer["text"])
 
 
-def _with_a_monitor(config: RunConfig, to_epoch: int, **options) -> dict | None:
-    """A monitor of our own, for as long as volunteers need it to fetch the state."""
-    answers: list[tuple[bool, str]] = []
-    until = float("inf")
+def _as_written(run: str | Path | RunConfig, folder: str | Path | None) -> RunConfig:
+    """The run as its volunteers know it."""
+    if isinstance(run, RunConfig):
+        run_id = run.run_id
+    else:
+        path = find_run_file(str(run))
+        run_id = read_yaml(read_small(path), str(path)).values.get("run_id")
+    if isinstance(run_id, str):
+        written = monitor_folder(run_id, folder).parent / "run.yaml"
+        if written.is_file() and (config := load_run(written)).run_id == run_id:
+            return config
+    return run if isinstance(run, RunConfig) else load_run(run)
+
+
+def _by_one_of_our_own(
+    config: RunConfig, to_epoch: int, say: Callable[[str], None], *, initial_peers: Sequence[str], **options
+) -> None:
+    """It stays for as long as volunteers need it to fetch the state. Raises MonitorError if nobody would hear it."""
+    if not initial_peers:
+        raise MonitorError(
+            f"No peer of the run {config.run_id!r} is known, so nobody would hear the order.\n"
+            f"1. Start the host, and give the command again: its monitor then gives the order.\n"
+            "2. Or name a peer that is in the run: --initial-peers /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"
+        )
+    give_up_at = until = float("inf")
 
     def done(monitor: Monitor) -> bool:
-        nonlocal until
-        if not answers:
-            answers.append(monitor.go_back_by_hand(to_epoch))
-            until = time.monotonic() + (SERVE_FOR if answers[0][0] else 0.0)
-        return time.monotonic() >= until
+        """What is said, is said here: the goodbye after it may take longer than the process lives."""
+        nonlocal give_up_at, until
+        if until < float("inf"):
+            return time.monotonic() >= until
+        give_up_at = min(give_up_at, time.monotonic() + MEET_WITHIN)
+        if not _is_heard(monitor):
+            if time.monotonic() < give_up_at:
+                return False
+            raise MonitorError(
+                f"No other peer of the run {config.run_id!r} was seen within {MEET_WITHIN:.0f} s, so nobody would "
+                "hear the order.\n1. Is anybody training? The dashboard shows it.\n"
+                "2. Or start the host first, and give the command again."
+            )
+        is_done, text = monitor.go_back_by_hand(to_epoch)
+        if not is_done:
+            raise MonitorError(text)
+        say(text)
+        until = time.monotonic() + SERVE_FOR
+        return False
 
-    monitor_run(config, say=lambda line: None, done=done, **options)
-    return {"done": answers[0][0], "text": answers[0][1]} if answers else None
+    monitor_run(config, say=lambda line: None, done=done, initial_peers=initial_peers, **options)
+    if until == float("inf"):
+        raise MonitorError("It was stopped before the order was given.")
 
 
-def monitor_folder(config: RunConfig, folder: str | Path | None) -> Path:
-    return Path(folder) if folder else Path(f"{config.run_id}-host") / "monitor"
+def _is_heard(monitor: Monitor) -> bool:
+    """Somebody else is in this run now."""
+    own, fingerprint = monitor.member.peer.peer_id, monitor.run.fingerprint
+    found = monitor.member.board.fetch()
+    return any(record.fingerprint == fingerprint for peer, record in found.items() if peer != own)
+
+
+def monitor_folder(run_id: str, folder: str | Path | None) -> Path:
+    return Path(folder) if folder else Path(f"{run_id}-host") / "monitor"
 
 
 def _keys(config: RunConfig, home: Home, keys: str | Path | None) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hivemind.p2p import PeerID
 
+from volunteer_kit.monitor.hiding import follow_wishes
 from volunteer_kit.monitor.member import Member
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import People
@@ -104,6 +105,7 @@ class Lookout:
         fingerprint, own = member.run.fingerprint, member.peer.peer_id
         found = member.board.fetch()
         self.records = {p: r for p, r in found.items() if r.fingerprint == fingerprint and p != own}
+        follow_wishes(self.records, member.admission, self._notes)  # before anything is told of them
         claims = self._people.claims(self.records)
         pace = self._pace.epochs_per_second(time.monotonic())
         measured = None if pace is None else pace * member.run.target_batch_size

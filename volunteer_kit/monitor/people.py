@@ -1,4 +1,4 @@
-"""Who is here: members, who joined, left, was banned, and whose numbers are not like the others'."""
+"""Who is here: members, who joined, left, was shut out, and whose numbers are not like the others'."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from volunteer_kit.swarm.records import PeerRecord
 
 TELL_AGAIN = 3600.0  # s after which an outlier that is still one is told again
 MOST = 20_000  # peers that are remembered
+SHUT_OUT = "{username} may not take part any more"
 SHORT_WHILE = 86_400.0  # s that somebody who left stays in the list of members
 
 
@@ -87,7 +88,8 @@ class People:
 
 
 class Bans:
-    """Tells who was banned and unbanned. The list has digests only: of those who were never here no name is known.
+    """Tells who was shut out, and who is let in again. The list has digests only, of the banned and of those whose
+    admission was taken back alike: it is not told which, and of those who were never here no name is known.
 
     :param path: file with what was told already; a restart is no news
     """
@@ -103,7 +105,7 @@ class Bans:
         """A new list."""
         names = {account_digest(self._run_id, name): name for name in self._known_names()}
         for account in bans.accounts - self._told:
-            self._notes.event("banned", username=names.get(account, ""))
+            self._notes.event("banned", SHUT_OUT, username=names.get(account, ""))
         for account in self._told - bans.accounts:
             self._notes.event("unbanned", username=names.get(account, ""))
         self._told = bans.accounts

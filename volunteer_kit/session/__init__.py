@@ -41,6 +41,7 @@ from volunteer_kit.training.trainer import Callback, Trainer
 if TYPE_CHECKING:
     from volunteer_kit.worker import Orders
 
+SOMEBODY = "a volunteer"  # who hides the own name
 MICROBATCHES_AHEAD = 4  # read in the background
 FINISH_PATIENCE = 60.0  # s to reach the last epoch once the others have, and then to hold what they hold
 
@@ -260,7 +261,8 @@ class Session:
             PeerRecord(
                 peer_id=self.peer.peer_id.to_bytes(),
                 fingerprint=self.run.fingerprint,
-                name=self.spec.name[:64],
+                name=SOMEBODY if self.spec.hide_name else self.spec.name[:64],
+                hidden=self.spec.hide_name,
                 device=self.compute.found.name[:64],
                 epoch=self.optimizer.local_epoch,
                 total_samples=self.tally.totals.samples,

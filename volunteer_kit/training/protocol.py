@@ -26,6 +26,7 @@ class WorkerSpec(BaseModel):
 
     run: dict[str, Any]  # a RunConfig, dumped; the worker validates it again
     name: str = "volunteer"  # what other people see beside this peer's numbers, 64 characters at most
+    hide_name: bool = False  # not on the run's public page
     initial_peers: list[str] = []  # multiaddrs; empty: the first peer of a new swarm
     host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
     announce_maddrs: list[str] = []

@@ -90,7 +90,7 @@ def token_hint(url: str, or_else: bool, checked_by: str = "") -> str:
     where = _link(url, "make one here")
     seen_by = f"the Hub and to {_text(checked_by, 100)}, the run's authority" if checked_by else "the Hub"
     return (
-        f'<div class="vk"><div>{first} a read-only token of the Hugging Face Hub ({where})</div>'
+        f'<div class="vk"><div>{first} a token of the Hugging Face Hub: “fine-grained”, no box ticked ({where})</div>'
         f'<div class="vk-small">It is kept in memory, never shown or written, and goes to {seen_by}.</div></div>'
     )
 

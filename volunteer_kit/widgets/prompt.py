@@ -19,6 +19,10 @@ from volunteer_kit.widgets.words import plain
 
 ATTEMPTS = 5  # typed tokens
 YES = ("", "y", "yes")
+TOKEN_HINT = (  # of the URL
+    "A token: make one of the kind “fine-grained” with no box ticked, which tells only who you are: {}\n"
+    "Whoever gets hold of a read token can read your private repositories."
+)
 CODE_WITHIN = 15.0  # s for the Hub to give a link and a code
 
 
@@ -60,6 +64,7 @@ def _log_in(login: LoginChoice, say: Callable[[str], None]) -> None:
     for note in login.notes:
         say(note)
     browser = _show_link(login.browser(), say)
+    say(TOKEN_HINT.format(plain(login.token_url)))
     for _ in range(ATTEMPTS):
         token = getpass.getpass(_question(browser))
         try:
@@ -71,7 +76,7 @@ def _log_in(login: LoginChoice, say: Callable[[str], None]) -> None:
         if name:
             say(f"Logged in as {plain(name)}.")
             return
-    steps = f"1. Make a read-only token: {login.token_url}\n2. Run it again."
+    steps = f"1. Make a token, kind “fine-grained”, no box ticked: {login.token_url}\n2. Run it again."
     raise TermsError(f"No login after {ATTEMPTS} attempts.\n{steps}")
 
 
@@ -90,8 +95,8 @@ def _show_link(browser: Browser | None, say: Callable[[str], None]) -> Browser |
 
 def _question(browser: Browser | None) -> str:
     if browser is None:
-        return "Read-only token, then Enter, which starts (nothing is shown; stop or Ctrl-C: no): "
-    return "Logged in with the browser? Press Enter, which starts. Or paste a read-only token (nothing is shown): "
+        return "Your token, then Enter, which starts (nothing is shown; stop or Ctrl-C: no): "
+    return "Logged in with the browser? Press Enter, which starts. Or paste your token (nothing is shown): "
 
 
 def _from_browser(login: LoginChoice, browser: Browser | None, say: Callable[[str], None]) -> str | None:

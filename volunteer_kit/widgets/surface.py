@@ -128,7 +128,7 @@ def no_login(login: LoginChoice) -> TermsError:
     tried = "".join(f"\n   {note}" for note in login.notes)
     return TermsError(
         f"This run needs a login at the Hugging Face Hub, and nobody can type one here.{tried}\n"
-        f"1. Put a read-only token ({login.token_url}) into HF_TOKEN, or run: hf auth login\n"
+        f"1. Put a token, “fine-grained” with no box ticked ({login.token_url}), into HF_TOKEN, or run: hf auth login\n"
         "2. Run it again."
     )
 

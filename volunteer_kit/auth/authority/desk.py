@@ -109,10 +109,14 @@ class Desk:
         if peer is not None and peer.account != person.account and accounts.ban_of(db, peer.account):
             raise Refused("banned", "This machine's key belongs to an account that has been banned from this run.")
         accounts.admit(db, person, is_member=is_member, now=now)
-        if accounts.count_peers(db, person.account, now, but=peer_id.hex()) >= self.settings.max_peers:
+        self._require_room(db, person.account, person.name, peer_id, now)
+
+    def _require_room(self, db: Session, account: str, name: str, peer_id: bytes, now: float) -> None:
+        """Only with the account's row locked, or two of its machines would take the last place. Raises Refused."""
+        if accounts.count_peers(db, account, now, but=peer_id.hex()) >= self.settings.max_peers:
             raise Refused(
                 "peers",
-                f"{person.name} has {self.settings.max_peers} machines in this run already, and no more are let in.\n"
+                f"{name} has {self.settings.max_peers} machines in this run already, and no more are let in.\n"
                 f"1. Stop one of them; its place is free {self.settings.token_lifetime / 60:.0f} minutes later.",
             )
 
@@ -123,7 +127,7 @@ class Desk:
         now = self.clock()
         with self.storage.writing() as db:
             peer = db.get(PeerRow, peer_id.hex())
-            row = peer and db.get(AccountRow, peer.account)
+            row = peer and db.get(AccountRow, peer.account, with_for_update=True)
             if row is None:
                 raise Refused("unknown", "The authority does not know this machine.\n1. Join again.")
             standing = accounts.standing(db, row.account, row.hub_id)
@@ -131,6 +135,8 @@ class Desk:
             age = now - (row.checked_at or 0)
             if age > 2 * self.settings.recheck_after:
                 raise Refused("unknown", "The last sign-in at the Hub is too long ago.\n1. Join again.")
+            if peer.expires_at <= now:  # its place may be another machine's by now
+                self._require_room(db, row.account, row.name, peer_id, now)
             row.seen_at = now
             given = self._issue(db, row.name, row.account, peer_id, asked, now)
             return given._replace(join_again=age > self.settings.recheck_after)

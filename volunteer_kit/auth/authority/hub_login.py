@@ -17,13 +17,13 @@ from typing import Any
 
 import requests
 
-from volunteer_kit.auth.identity import READ_TOKEN_URL, LoginError, check, in_time
+from volunteer_kit.auth.identity import MAKE_A_TOKEN, LoginError, check, in_time
 from volunteer_kit.auth.moderation import Allowlist, Person, Refused
 
 HARMLESS = {"openid", "profile", "email"}
 OAUTH = "hf_oauth_"
 AWAY = ("network", "down", "limit", "missing")  # the Hub's trouble or ours, not the volunteer's
-_ANOTHER = f"1. Make a read-only token: {READ_TOKEN_URL}\n2. Use that one here."
+_ANOTHER = f"1. {MAKE_A_TOKEN}\n2. Use that one here."
 
 
 @dataclass(frozen=True)

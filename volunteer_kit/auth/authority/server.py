@@ -9,7 +9,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -18,6 +18,8 @@ from fastapi import FastAPI
 from volunteer_kit.auth.authority.settings import AuthorityError, is_loopback
 
 GRACE = 5  # s that requests under way have when it is ended
+LOOKED_AT = 10  # ticks of 0.1 s after which a renewed certificate is noticed
+_log = logging.getLogger(__name__)
 
 
 def serve(
@@ -34,7 +36,7 @@ def serve(
     """Until SIGTERM, Ctrl-C or `stop`; `on_ready` gets the address where it listens. Raises AuthorityError.
 
     `behind_proxy`: one on this machine does TLS and tells who asks; without it, whoever asks is who is connected, for
-    headers can be made up.
+    headers can be made up. A certificate that is renewed in its files is taken up while it serves.
     """
     is_tls = bool(tls_cert or tls_key)
     if is_tls and not (tls_cert and tls_key):
@@ -77,6 +79,8 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], stop: threading.Event) -> None:
         super().__init__(config)
         self._on_ready, self._stop = on_ready, stop
+        self._files = (config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else ()
+        self._loaded = _state(self._files)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -84,7 +88,32 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
+        if self._files and counter % LOOKED_AT == 0:
+            self._renew()
         return await super().on_tick(counter) or self._stop.is_set()
+
+    def _renew(self) -> None:
+        state = _state(self._files)
+        if state == self._loaded or state is None:  # None: a file is just being replaced
+            return
+        self._loaded = state
+        try:
+            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.config.ssl):
+                # the first is a trial: a certificate without its key would leave the one in use with neither
+                context.load_cert_chain(*self._files, password="")  # or it would be asked for on the terminal
+        except (OSError, ssl.SSLError) as error:
+            _log.error("The renewed certificate %s cannot be used (%s): the old one stays.", self._files[0], error)
+        else:
+            _log.info("The certificate %s has been renewed.", self._files[0])
+
+
+def _state(files: Sequence[str]) -> list[tuple[int, ...]] | None:
+    """Differs once one of the files has been written or replaced; None if one is not there."""
+    try:
+        found = [os.stat(file) for file in files]
+    except OSError:
+        return None
+    return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
 
 
 def _listen(host: str, port: int) -> socket.socket:

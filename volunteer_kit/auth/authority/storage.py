@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class Storage:
                 Table.metadata.create_all(connection)
                 row = connection.execute(select(RunRow.schema)).first()
                 if row is None:
-                    values = {"id": 1, "run_id": run_id, "schema": SCHEMA, "ban_version": 0}
+                    # peers take greater versions only: one made anew after a loss must be ahead of the lost one
+                    values = {"id": 1, "run_id": run_id, "schema": SCHEMA, "ban_version": int(time.time())}
                     connection.execute(RunRow.__table__.insert().values(values))
                 elif row[0] > SCHEMA:
                     raise OSError("a newer volunteer-kit has written it")

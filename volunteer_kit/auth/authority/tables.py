@@ -14,7 +14,8 @@ class Table(DeclarativeBase):
 
 
 class RunRow(Table):
-    """The one row that says whose database this is. `ban_version` grows with each change of who is shut out."""
+    """The one row that says whose database this is. `ban_version` begins with the time, s since 1970, and grows
+    with each change of who is shut out."""
 
     __tablename__ = "run"
     id: Mapped[int] = mapped_column(primary_key=True)

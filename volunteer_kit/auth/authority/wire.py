@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,7 +53,16 @@ class Proven(BaseModel):
     proof: str = Field(max_length=2000)
 
 
-Login = Annotated[SecretStr, Field(min_length=1, max_length=4096)]
+def _text(secret: SecretStr) -> SecretStr:
+    """pydantic finds half a character (a lone surrogate) in a str by itself, in a SecretStr not."""
+    try:
+        secret.get_secret_value().encode()
+    except UnicodeEncodeError:
+        raise ValueError("no text") from None  # the other's own words have the login in them
+    return secret
+
+
+Login = Annotated[SecretStr, Field(min_length=1, max_length=4096), AfterValidator(_text)]
 
 
 class Join(Proven):
