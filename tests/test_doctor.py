@@ -212,7 +212,7 @@ def test_what_a_stranger_sends_instead_is_refused(message):
 def run_file(folder: Path, peers: list[str], authority: str | None = None) -> Path:
     lines = ["", "initial_peers:", *(f"  - {peer}" for peer in peers)]
     if authority:
-        lines += ["authority:", f"  url: {authority}", f"  public_key: ed25519:{'A' * 43}"]
+        lines += ["authority:", f"  url: {authority}", f"  public_key: ed25519:{'E' * 43}"]
     path = folder / "run.yaml"
     path.write_text((RUN_FILES / "demo.yaml").read_text() + "\n".join(lines) + "\n")
     return path
