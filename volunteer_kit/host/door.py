@@ -129,9 +129,10 @@ class Host:
     # --- before anything starts ---
 
     def prepare(self, identity_path: str | Path | None = None) -> None:
-        """Lock, keys, ports, run file. Raises HostError, KeysError, RunError."""
+        """Lock, keys, ports, run file. Raises HostError, KeysError, RunError, SwarmError (bad_address)."""
         from volunteer_kit.auth.access_token import KeyFolder
         from volunteer_kit.host.run_file import read_given
+        from volunteer_kit.swarm.peer import PeerConfig, check_addresses
 
         saved = self.folder.read()
         if saved.get("run_id", self._run_id) != self._run_id:
@@ -141,6 +142,8 @@ class Host:
             )
         settings = self._given.over(HostSettings.remembered(saved))
         authority_url(settings)  # before anything is made
+        maddrs = {"host_maddrs": [*settings.host_maddrs], "announce_maddrs": [*settings.announce_maddrs]}
+        check_addresses(PeerConfig(**maddrs))
         self.folder.lock()
         if self.folder.end_leftovers():
             self._say("What an earlier host left behind has ended.")

@@ -84,7 +84,7 @@ def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
     :param admission: who may take part, with this peer's own token in it already; None: everybody
     """
     admission = admission or Admission()
-    _check_addresses(config)
+    check_addresses(config)
     raise_file_limit()
     install_codecs()
     outlive_late_answers()
@@ -198,7 +198,8 @@ def explain_startup_failure(cause: str, config: PeerConfig) -> SwarmError:
     )
 
 
-def _check_addresses(config: PeerConfig) -> None:
+def check_addresses(config: PeerConfig) -> None:
+    """Raises SwarmError (bad_address), as start_peer does, for those that are none."""
     for name in ("initial_peers", "host_maddrs", "announce_maddrs"):
         for address in getattr(config, name):
             try:
