@@ -240,7 +240,7 @@ def address_of(host: subprocess.Popen, output: Path) -> str:
 
 @pytest.mark.slow
 def test_joining_training_and_leaving_in_good_order(tmp_path, start, small_run):
-    host, host_output = start("host", *CLI, "host", str(small_run), "--host-maddrs", LOOPBACK)
+    host, host_output = start("host", *CLI, "host", str(small_run), "--no-authority", "--host-maddrs", LOOPBACK)
     address = address_of(host, host_output)
     common = [*CLI, "join", str(small_run), "--initial-peers", address, "--accept-terms", "--host-maddrs", LOOPBACK]
     worker, output = start("join", *common, "--name", "ann", "--batch-size", "8")
