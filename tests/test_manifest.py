@@ -28,7 +28,7 @@ from volunteer_kit.swarm.manifest import (
 from volunteer_kit.swarm.statements import MAX_STATEMENT
 
 KEY = "run-0123"
-NOW = time.time()
+NOW, DAY = time.time(), 86_400.0  # these tests may run long after they were collected
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def trust(keys):
 def manifest(**words) -> Manifest:
     usual = {
         "run_key": KEY, "epoch": 20, "sequence": 3, "order": 0, "lineage": b"12345678", "root": b"r" * 32,
-        "total_bytes": 5 * 2**20 + 1, "chunk_size": 2**20, "created_at": NOW, "expires_at": NOW + 1000,
+        "total_bytes": 5 * 2**20 + 1, "chunk_size": 2**20, "created_at": NOW, "expires_at": NOW + DAY,
     }  # fmt: skip
     return Manifest(**{**usual, **words})
 
 
 def order(**words) -> Order:
-    usual = {"run_key": KEY, "sequence": 2, "resume_epoch": 31, "issued_at": NOW, "expires_at": NOW + 500}
+    usual = {"run_key": KEY, "sequence": 2, "resume_epoch": 31, "issued_at": NOW, "expires_at": NOW + DAY / 2}
     return Order(**{**usual, "manifest": manifest(), **words})
 
 
@@ -89,7 +89,7 @@ def test_what_is_not_the_monitors_is_refused(trust, sign, keys, tmp_path):
         {"epoch": -1}, {"epoch": 2**31}, {"epoch": True}, {"epoch": 1.0}, {"sequence": 0}, {"sequence": 2**60},
         {"order": -1}, {"lineage": b""}, {"lineage": "12345678"}, {"root": b"r" * 31}, {"total_bytes": 0},
         {"total_bytes": 2**50}, {"chunk_size": 1}, {"chunk_size": 2**30}, {"created_at": float("nan")},
-        {"expires_at": float("inf")}, {"created_at": NOW + 2000}, {"run_key": ""}, {"run_key": "x" * 300},
+        {"expires_at": float("inf")}, {"created_at": NOW + 2 * DAY}, {"run_key": ""}, {"run_key": "x" * 300},
     ],
     ids=str,
 )  # fmt: skip
@@ -141,9 +141,9 @@ def test_a_node_takes_a_statement_with_its_own_end_only(trust, sign):
 
 def test_a_node_remembers_the_newest(trust, sign):
     validator = CompositeValidator(validators(trust, KEY))
-    newer = manifest(sequence=4, expires_at=NOW + 1001)
+    newer = manifest(sequence=4, expires_at=NOW + DAY + 1)
     assert validator.validate(record("manifest", seal(sign, newer), newer.expires_at))
-    older = manifest(expires_at=NOW + 2000)
+    older = manifest(expires_at=NOW + 2 * DAY)
     assert not validator.validate(record("manifest", seal(sign, older), older.expires_at))
     said = order(sequence=1)
     assert validator.validate(record("rollback", seal(sign, said), said.expires_at)), "orders are counted apart"
