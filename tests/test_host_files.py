@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shlex
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from volunteer_kit.host.door import to_give_out
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.init import RECIPES, Answers, ask_all, check, text_of, write
 from volunteer_kit.host.parts import AUTHORITY, DASHBOARD, MONITOR, other_parts
+from volunteer_kit.host.ports import gets_free
 from volunteer_kit.host.run_file import filled_in, read_given
 from volunteer_kit.host.service import service_unit
 from volunteer_kit.host.settings import authority_url
@@ -158,6 +161,14 @@ def test_what_would_show_logins_to_strangers_is_told_with_the_way_out(settings, 
     with pytest.raises(HostError) as told:
         authority_url(HostSettings(**settings))
     assert all(word in str(told.value) for word in words), told.value
+
+
+def test_a_port_that_is_being_given_up_is_waited_for():
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    assert not gets_free(port, "127.0.0.1", within=0)
+    threading.Timer(0.3, taken.close).start()
+    assert gets_free(port, "127.0.0.1")
 
 
 def test_what_was_said_once_is_remembered_and_can_be_said_anew():

@@ -16,7 +16,7 @@ from pathlib import Path
 from volunteer_kit.host import parts
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.plain import host_peer_only
-from volunteer_kit.host.ports import choose, is_free
+from volunteer_kit.host.ports import CLOSING, choose, gets_free
 from volunteer_kit.host.settings import (
     AUTHORITY_PORT,
     DASHBOARD_PORT,
@@ -145,9 +145,10 @@ class Host:
         maddrs = {"host_maddrs": [*settings.host_maddrs], "announce_maddrs": [*settings.announce_maddrs]}
         check_addresses(PeerConfig(**maddrs))
         self.folder.lock()
-        if self.folder.end_leftovers():
+        leftovers = self.folder.end_leftovers()
+        if leftovers:
             self._say("What an earlier host left behind has ended.")
-        self._settings = self._with_ports(settings)
+        self._settings = self._with_ports(settings, CLOSING if leftovers else 0.0)
         self._url = authority_url(self._settings)
         self._public_key = KeyFolder(self.folder.keys).create(self._run_id)
         for role, days in KeyFolder(self.folder.keys).running_out().items():
@@ -162,8 +163,11 @@ class Host:
         self._save(saved.get("peer_id"))
         self._write_run_file(self._others)
 
-    def _with_ports(self, settings: HostSettings) -> HostSettings:
-        """Ports for ever, chosen at the first start; those that somebody has are told before anything starts."""
+    def _with_ports(self, settings: HostSettings, patience: float) -> HostSettings:
+        """Ports for ever, chosen at the first start; those that somebody has are told before anything starts.
+
+        :param patience: s for those of a host that has just been ended
+        """
         outside = "" if settings.tls_cert else "127.0.0.1"
         taken: set[int] = set()
         port = settings.port or choose(AUTHORITY_PORT, taken, outside)
@@ -177,7 +181,7 @@ class Host:
             "--host-maddrs": (peer_port, ""),
         }
         for option, (number, address) in wanted.items():
-            if not is_free(number, address):
+            if not gets_free(number, address, patience):
                 raise HostError(
                     f"Port {number} ({option}) is taken by another program.\n"
                     f"1. See which one: ss -ltnp 'sport = :{number}'\n"

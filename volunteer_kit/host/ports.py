@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
+
+CLOSING = 5.0  # s
 
 
 def is_free(port: int, address: str = "") -> bool:
@@ -13,6 +16,16 @@ def is_free(port: int, address: str = "") -> bool:
             probe.bind((address, port))
         except OSError:
             return False
+    return True
+
+
+def gets_free(port: int, address: str = "", within: float = CLOSING) -> bool:
+    """Whether it is free, or is so in time: a killed process is seen as gone a little before its sockets are."""
+    deadline = time.monotonic() + within
+    while not is_free(port, address):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
     return True
 
 
