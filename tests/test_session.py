@@ -112,7 +112,7 @@ RUN = load_run("demo")
 class Swarm:
     """The optimizer, as far as a session and its lookout see it."""
 
-    cut_off, cut_off_for, local_epoch = None, 0.0, 0
+    cut_off, cut_off_for, local_epoch, states_asked_in_vain = None, 0.0, 0, 0
     on_download = None
 
     def __init__(self, join=lambda swarm: True):
@@ -239,6 +239,19 @@ def test_a_look_that_fails_ends_no_other(make_session, capsys):
     assert session.emit.wait("traffic") == {"sent": 8, "received": 9}
     session.lookout.close()
     assert capsys.readouterr().err.count("Traceback") == 1
+
+
+def test_whoever_gets_no_model_is_told_so_once(make_session):
+    session = make_session(Swarm())
+    session.optimizer.states_asked_in_vain = lookout_module.VAIN - 1
+    session.lookout = Lookout(session)
+    session.emit.wait("swarm")
+    assert not [fields for event, fields in session.emit.seen if event == "warning"]
+    session.optimizer.states_asked_in_vain = lookout_module.VAIN
+    assert "none of them has given this machine their model" in session.emit.wait("warning")["message"]
+    session.optimizer.states_asked_in_vain = 0
+    session.lookout.close()
+    assert [event for event, _ in session.emit.seen].count("warning") == 1
 
 
 @pytest.mark.parametrize(("theirs", "share"), [(100, 0.75), (0, None), (None, 1.0)])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 2.0  # s
 GIVE_UP_AFTER = 180.0  # s without anybody
+VAIN = 4  # times in a row without a state; a donor may be busy, or in the middle of its step
 SWARM_EVERY = 15.0  # s between looks at the others' records, as often as they write them
 MEMORY_EVERY = 30.0  # s; adding it up takes a tenth of a second
 SETTLED_AFTER = 300.0  # s from which on memory should no longer grow
@@ -39,6 +40,7 @@ class Lookout:
         self._swarm_at = self._memory_at = float("-inf")
         self._settled_gb: float | None = None
         self._cut_off: str | None = None
+        self._behind = False
         self._traffic, self._counts = (-1, -1), False
         self._turned_away: dict[str, int] = {}
         self._troubles: set[str] = set()  # told
@@ -56,6 +58,7 @@ class Lookout:
             now = time.monotonic()
             self._look(self._look_at_traffic)
             self._look(self._look_at_the_line)
+            self._look(self._look_at_the_model)
             if self._session.trainer is not None and now - self._memory_at >= MEMORY_EVERY:
                 self._memory_at = now
                 self._trains_since = self._trains_since or now
@@ -92,6 +95,18 @@ class Lookout:
             emit("cut_off", reason=reason)
         elif before and not reason:
             emit("back")
+
+    def _look_at_the_model(self) -> None:
+        """A donor may be known to all and still be out of our reach; training alone would be for nobody."""
+        in_vain = self._session.optimizer.states_asked_in_vain
+        if in_vain >= VAIN and not self._behind:
+            message = (
+                "The others are ahead, and none of them has given this machine their model: they cannot be reached "
+                "from here, or are too busy. It goes on asking; until then its samples do not count. If this stays for "
+                "minutes, leave and join again, and tell the host."
+            )
+            self._session.emit("warning", kind="no_model", message=message)
+        self._behind = in_vain >= VAIN
 
     def _look_at_the_others(self) -> None:
         session = self._session

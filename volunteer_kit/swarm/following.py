@@ -29,6 +29,7 @@ class FollowingOptimizer(ObeyingOptimizer, hivemind.Optimizer):
 
     _just_loaded = False  # and not stepped since
     only_accumulated = True  # the last step() did, and waited for nobody: its time is the device's
+    states_asked_in_vain = 0  # times in a row that the others were ahead and none of them gave us their state
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
 
     def _drop_scheduled_round(self) -> None:
@@ -78,6 +79,7 @@ class FollowingOptimizer(ObeyingOptimizer, hivemind.Optimizer):
                     self._start_epoch_anew()
         finally:
             leave.cancel()
+        self.states_asked_in_vain = 0 if loaded else self.states_asked_in_vain + 1
         return loaded or self.stand_on_checkpoint_if_lost()
 
     @property
