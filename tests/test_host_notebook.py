@@ -139,6 +139,8 @@ def test_a_run_is_hosted_and_proved_by_two_volunteers(tmp_path):
     text = said(tmp_path, NAME)
     assert f"/tcp/{port}/p2p/" in text and f"/tcp/{port}/p2p/" in (tmp_path / "my-run.yaml").read_text()
     (samples, epochs) = re.search(r"(\d+) samples of this machine entered (\d+) epochs", text).groups()
-    assert int(samples) > 0 and int(epochs) > 0
-    assert json.loads((tmp_path / "second-volunteer" / "totals.json").read_text())["samples"] > 0
+    second = json.loads((tmp_path / "second-volunteer" / "totals.json").read_text())
+    # one or two each could be steps taken alone, before they have met or because they cannot
+    assert int(samples) > 0 and int(epochs) > 5
+    assert second["samples"] > 0 and second["epochs"] > 5
     assert text.rstrip().endswith("The host has stopped.") and not left
