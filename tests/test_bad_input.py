@@ -76,7 +76,8 @@ def test_what_can_be_told_at_once_is(arguments, words, tmp_path, monkeypatch):
     ids=["unknown key", "wrong type", "impossible times", "impossible delays"],
 )
 @pytest.mark.parametrize("verb", ["join", "demo", "host"])
-def test_a_wrong_run_file_by_every_door(verb, text, words, tmp_path):
+def test_a_wrong_run_file_by_every_door(verb, text, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     arguments = ["demo", "--run", str(path)] if verb == "demo" else [verb, str(path)]
@@ -84,6 +85,7 @@ def test_a_wrong_run_file_by_every_door(verb, text, words, tmp_path):
     assert done.exit_code == 2
     for word in [f"{path}, line", "Fix:", *words]:
         assert word in done.stderr
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # told by a worker ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ VERSION = 1
 MAX_ENVELOPE = 65_536  # bytes
 DAY = 86_400.0  # s
 PREFIX = "ed25519:"
+NO_KEY = f"{PREFIX}{'A' * 43}"  # in the place of a key that is not made yet
 _log = logging.getLogger(__name__)
 
 Role = Literal["authority", "monitor"]  # signs access tokens and ban lists; signs manifests and orders to roll back

@@ -14,7 +14,7 @@ from volunteer_kit.doctor.looks import Look
 
 SHORT, LOADING, PEERS = 25.0, 60.0, 90.0  # s that a check may take; importing torch on two busy cores takes 20
 HUB = "https://huggingface.co"
-NOWHERE, NO_KEY = "http://127.0.0.1:1", f"ed25519:{'A' * 43}"  # of an authority that was never started
+NOWHERE = "http://127.0.0.1:1"  # of an authority that was never started
 
 
 class HostSide(NamedTuple):
@@ -52,7 +52,7 @@ def doctor(
         findings.append(run_finding)
     if config is not None:
         host = host_side(run, config.run_id, folder)
-        if host is None and config.authority is not None and config.authority.public_key == NO_KEY:
+        if host is None and _has_no_key_yet(config):
             host = HostSide(_host_folder(config.run_id, folder), {})
         if host is not None and not host.saved:
             findings.append(verdicts.not_started(str(run)))
@@ -103,6 +103,7 @@ def _read(run: str | Path, folder: str | Path | None) -> Any:
 def _validated(text: Any) -> Any:
     from pydantic import ValidationError
 
+    from volunteer_kit.auth.keys import NO_KEY
     from volunteer_kit.run_reader import explain
     from volunteer_kit.run_tokenizers import tokenizer_mistakes
     from volunteer_kit.runs import RunConfig
@@ -115,6 +116,12 @@ def _validated(text: Any) -> Any:
     if mistakes := tokenizer_mistakes(config):
         raise text.error(mistakes)
     return config
+
+
+def _has_no_key_yet(config: Any) -> bool:
+    from volunteer_kit.auth.keys import NO_KEY
+
+    return config.authority is not None and config.authority.public_key == NO_KEY
 
 
 def _host_folder(run_id: str, folder: str | Path | None) -> Path:

@@ -131,6 +131,7 @@ class Host:
     def prepare(self, identity_path: str | Path | None = None) -> None:
         """Lock, keys, ports, run file. Raises HostError, KeysError, RunError, SwarmError (bad_address)."""
         from volunteer_kit.auth.access_token import KeyFolder
+        from volunteer_kit.auth.keys import NO_KEY
         from volunteer_kit.host.run_file import read_given
         from volunteer_kit.swarm.peer import PeerConfig, check_addresses
 
@@ -141,7 +142,7 @@ class Host:
                 "1. Name another folder: --folder PATH\n2. Or give the run file of that run."
             )
         settings = self._given.over(HostSettings.remembered(saved))
-        authority_url(settings)  # before anything is made
+        read_given(self._source, authority_url(settings), NO_KEY)  # before anything is made
         maddrs = {"host_maddrs": [*settings.host_maddrs], "announce_maddrs": [*settings.announce_maddrs]}
         check_addresses(PeerConfig(**maddrs))
         self.folder.lock()
