@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -18,7 +17,6 @@ import psutil
 import pytest
 
 from volunteer_kit.host.folder import NO_GROUP, HostFolder
-from volunteer_kit.host.watch import News, Part, Patience, Watch
 from volunteer_kit.process_group import find
 from volunteer_kit.swarm.peer import free_port
 
@@ -260,103 +258,3 @@ def test_a_real_first_peer_has_the_same_address_after_a_kill(hosts):
     assert again.folder.run_file.read_text() == run_file
     left = again.parts()
     assert again.end() == 0 and not psutil.wait_procs(left, timeout=5)[1]
-
-
-# --- one process ---
-
-
-@pytest.mark.parametrize(
-    ("crashes", "pauses"),
-    [
-        ([0, 1, 2], [1, 2, 4]),
-        ([0, 1, 2, 3, 4, 5, 70, 200, 450, 800], [1, 2, 4, 8, 16, 60, 120, 240, 300, 300]),  # without end
-        ([0, 400, 800, 1200, 1600, 2000, 2400], [1] * 7),  # rarely
-    ],
-)
-def test_pauses_grow_and_there_is_no_end(crashes, pauses):
-    patience = Patience()
-    assert [patience.crashed(now) for now in crashes] == pauses
-
-
-def test_what_was_mended_is_started_again_at_once():
-    patience = Patience(most=1)
-    assert patience.crashed(0) == 60 and patience.crashed(100, lasted=20) == 120
-    assert patience.is_worn
-    patience.most = 6
-    assert patience.crashed(1000, lasted=700) == 1 and not patience.is_worn
-
-
-@pytest.fixture
-def watch(tmp_path):
-    """Makes a Watch of a script; news arrive in `.news`."""
-    made = []
-
-    def make(script: str, **settings) -> Watch:
-        module = tmp_path / f"part{len(made)}.py"
-        module.write_text(script)
-        news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        part = Part("part", (module.stem,), **settings)
-        found = Watch(part, tmp_path / "logs" / "part.log", f"MARK={tmp_path}", news.put, Patience(most=2, first=0.05))
-        found.news = news
-        made.append(found)
-        found.start()
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        yield make
-    for one in made:
-        one.begin_stop()
-        one.kill()
-        one.join(10)
-
-
-def test_the_log_is_bounded(watch, tmp_path):
-    watch("for _ in range(12): print('x' * 1_000_000)\nimport time; time.sleep(100)\n")
-    until(lambda: (tmp_path / "logs" / "part.log.1").exists(), "no second log")
-    sizes = [path.stat().st_size for path in (tmp_path / "logs").iterdir()]
-    assert len(sizes) == 2 and max(sizes) <= 5_000_000
-
-
-def test_who_is_not_up_in_time_is_started_again(watch):
-    one = watch("import time\ntime.sleep(100)\n", ready_within=0.3)
-    assert "was not up after 0 s" in one.news.get(timeout=20).text
-    assert one.news.get(timeout=20).kind == "failing"
-
-
-def test_the_parts_own_reason_is_told(watch):
-    one = watch('print(\'{"error": "The port is taken.\\\\n1. Another"}\')\nraise SystemExit(2)\n')
-    assert "says: The port is taken" in one.news.get(timeout=20).text
-
-
-def test_stdin_is_the_leash_and_not_the_parts(watch):
-    one = watch('import sys\nprint(\'{"ready": {"read": %d}}\' % len(sys.stdin.read()), flush=True)\ninput()\n')
-    assert one.news.get(timeout=20).kind == "ready" and one.ready == {"read": 0}
-
-
-def test_all_of_a_part_ends_with_it(watch):
-    script = (
-        "import json, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        "print(json.dumps({'ready': {'pid': child.pid}}), flush=True)\n"
-        "import signal; signal.pause()\n"
-    )
-    one = watch(script)
-    assert one.news.get(timeout=20).kind == "ready"
-    grandchild = psutil.Process(one.ready["pid"])
-    one.kill()
-    assert one.news.get(timeout=20).kind == "restarting"
-    assert not psutil.wait_procs([grandchild], timeout=5)[1]
-
-
-def test_host_json_that_cannot_be_read_is_not_guessed(tmp_path):
-    from volunteer_kit.host import HostError
-
-    folder = HostFolder(tmp_path)
-    assert folder.read() == {}
-    for text in ("{", "[]"):
-        (tmp_path / "host.json").write_text(text)
-        with pytest.raises(HostError, match="backup"):
-            folder.read()
-    folder.save({"run_id": "a"})
-    assert json.loads((tmp_path / "host.json").read_text()) == {"run_id": "a"}

@@ -122,12 +122,16 @@ def load_run(source: str | Path | dict[str, Any]) -> RunConfig:
     else:
         path = find_run_file(str(source))
         run = read_yaml(read_small(path), str(path))
+    return checked(run)
+
+
+def checked(run: RunText) -> RunConfig:
+    """What a parsed file says. Raises RunError, with the lines of its mistakes."""
     try:
         config = RunConfig.model_validate(run.values)
     except ValidationError as error:
         raise explain(error, run, RunConfig) from None
-    mistakes = tokenizer_mistakes(config)
-    if mistakes:
+    if mistakes := tokenizer_mistakes(config):
         raise run.error(mistakes)
     return config
 

@@ -83,38 +83,23 @@ def _load(run: str | Path, folder: str | Path | None) -> tuple[Any, Finding]:
 def _read(run: str | Path, folder: str | Path | None) -> Any:
     """The run as its volunteers know it: of a host's own file, which need not say where its authority is, the one that
     the host made of it. Before its first start something holds the place of address and key. Raises RunError."""
+    from volunteer_kit.auth.keys import NO_KEY
     from volunteer_kit.run_reader import find_run_file, read_small, read_yaml
-    from volunteer_kit.runs import load_run
+    from volunteer_kit.runs import checked, load_run
 
     path = find_run_file(str(run))
     text = read_yaml(read_small(path), str(path))
     said = text.values.get("authority")
     lacks = isinstance(said, dict) and not {"url", "public_key"} <= said.keys()
-    config = _validated(text) if lacks else load_run(path)
+    if lacks:
+        text.values["authority"] = {"url": NOWHERE, "public_key": NO_KEY, **said}
+    config = checked(text)
     written = _host_folder(config.run_id, folder) / "run.yaml"
     if config.authority is not None and written.is_file() and not written.samefile(path):
         found = load_run(written)
         same_key = found.authority is not None and found.authority.public_key == config.authority.public_key
         if found.run_id == config.run_id and (lacks or same_key):
             return found
-    return config
-
-
-def _validated(text: Any) -> Any:
-    from pydantic import ValidationError
-
-    from volunteer_kit.auth.keys import NO_KEY
-    from volunteer_kit.run_reader import explain
-    from volunteer_kit.run_tokenizers import tokenizer_mistakes
-    from volunteer_kit.runs import RunConfig
-
-    text.values["authority"] = {"url": NOWHERE, "public_key": NO_KEY, **text.values["authority"]}
-    try:
-        config = RunConfig.model_validate(text.values)
-    except ValidationError as error:
-        raise explain(error, text, RunConfig) from None
-    if mistakes := tokenizer_mistakes(config):
-        raise text.error(mistakes)
     return config
 
 

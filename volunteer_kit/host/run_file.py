@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from volunteer_kit.run_reader import explain, read_small, read_yaml
-from volunteer_kit.run_tokenizers import tokenizer_mistakes
-from volunteer_kit.runs import RunConfig
+from volunteer_kit.run_reader import read_small, read_yaml
+from volunteer_kit.runs import RunConfig, checked
 
 OPEN = {"open": True}  # of a run whose file does not say who may join
 
@@ -29,13 +27,7 @@ def read_given(path: Path, url: str | None, public_key: str) -> tuple[str, RunCo
     if url is not None:
         given = authority if isinstance(authority, dict) else OPEN
         run.values["authority"] = {**given, "url": url, "public_key": public_key}
-    try:
-        config = RunConfig.model_validate(run.values)
-    except ValidationError as error:
-        raise explain(error, run, RunConfig) from None
-    if mistakes := tokenizer_mistakes(config):
-        raise run.error(mistakes)
-    return text, config
+    return text, checked(run)
 
 
 def filled_in(text: str, url: str, public_key: str, initial_peers: Sequence[str]) -> str:
