@@ -102,6 +102,12 @@ def test_a_folder_of_before_there_was_a_root_pub(tmp_path, what):
     assert not (folder.path / "root.pem").exists()
 
 
+def test_a_folder_that_cannot_be_written_to_is_told_with_the_way_out(tmp_path):
+    (tmp_path / "in the way").touch()
+    with pytest.raises(KeysError, match="cannot be written to .*in the way/keys: .*\n1. .*df -h .*\n2. Make room"):
+        KeyFolder(tmp_path / "in the way" / "keys").create("demo")
+
+
 def test_a_beginning_that_was_cut_off_is_gone_on_with(tmp_path):
     folder = KeyFolder(tmp_path / "k")
     public = folder.create("demo")

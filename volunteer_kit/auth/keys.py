@@ -11,7 +11,9 @@ import base64
 import binascii
 import logging
 import os
+import shlex
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -281,9 +283,14 @@ class KeyFolder:
                 except FileExistsError:
                     pass
         except OSError as error:
-            raise KeysError(f"The run's keys cannot be written to {self.path}: {error.strerror}.") from error
+            raise KeysError(
+                f"The run's keys cannot be written to {self.path}: {error.strerror}.\n"
+                f"1. See how much room is left there: df -h {shlex.quote(str(self.path.absolute().parent))}\n"
+                "2. Make room, or name a folder that this user may write to; then the same command once more."
+            ) from error
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # it would hide the reason
+                part.unlink()
 
 
 def public_text(public_key: bytes) -> str:
