@@ -161,3 +161,20 @@ def test_a_microbatch_of_nan_is_told_and_not_counted(optimizer):
     assert optimizer.step(batch_size=8) is False
     assert optimizer.grad_averager.local_samples_accumulated == samples
     assert digest(optimizer.training_state()) == before
+
+
+def test_who_catches_up_with_somebody_fast_lets_itself_be_seen(optimizer, monkeypatch):
+    """It would otherwise download for ever: nobody waits for whom it does not know."""
+    there = {"epoch": optimizer.local_epoch + 10}
+    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", property(lambda self: there["epoch"]))
+    monkeypatch.setattr(optimizer.tracker, "look_again", lambda timeout: None)
+    monkeypatch.setattr(optimizer, "_take_state", lambda **which: True)
+    attended = []
+
+    def attend(epoch):
+        attended.append(epoch)
+        there["epoch"] = optimizer.local_epoch  # the fast one has seen us, and waits
+
+    monkeypatch.setattr(optimizer.tracker, "attend", attend)
+    assert optimizer.join(patience=20.0)
+    assert attended == [optimizer.local_epoch]

@@ -166,3 +166,18 @@ def test_who_only_attends_is_seen_at_once(peer):
         tracker.attend(epoch=0)
         _, claim = stored_progress(peer, "attends")
         assert claim.samples_accumulated == 0 and claim.epoch == 0
+
+
+def test_whose_epochs_are_shorter_than_its_reports_is_seen_all_the_same(peer):
+    """Whenever its record is told, its epoch has just begun and has no samples."""
+    limits = Limits(256)
+    tracker = SwarmProgressTracker(peer.dht, "fast", 256, limits=limits, start=False, default_refresh_period=0.2)
+    for epoch in range(3):
+        tracker.report_local_progress(epoch, samples_accumulated=256)
+    tracker.report_local_progress(3, samples_accumulated=0)
+    tracker.start()
+    try:
+        _, claim = stored_progress(peer, "fast")
+        assert claim.epoch == 3
+    finally:
+        tracker.shutdown(timeout=10)

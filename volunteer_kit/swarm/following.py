@@ -137,6 +137,8 @@ class FollowingOptimizer(ObeyingOptimizer, hivemind.Optimizer):
                 break
             if time.monotonic() > deadline:
                 break
+            if taken:  # who is fast and alone does not wait for whom it does not see
+                self.tracker.attend(self.local_epoch)
             self.tracker.look_again(timeout=self.matchmaking_time)
             time.sleep(min(1.0, self.options.refresh_period))
         return taken

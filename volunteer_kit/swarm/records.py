@@ -200,7 +200,9 @@ class SwarmProgressTracker(ProgressTracker):
     ):
         self.limits, self.claims_dropped = limits, 0
         self.highest_claim = 0  # epoch that somebody claims, believed or not
+        self.num_behind = 0  # others whose epoch is not ours yet
         self._attends = False  # trains nothing
+        self._trained = -math.inf  # the last epoch that samples of ours are of
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
@@ -219,7 +221,7 @@ class SwarmProgressTracker(ProgressTracker):
         hivemind's leaves out who has no samples: whoever only attends would be met in rounds by peers that do not know
         of it, who call them off again.
         """
-        loop, last_report, trained = asyncio.get_running_loop(), -math.inf, -math.inf
+        loop, last_report = asyncio.get_running_loop(), -math.inf
         while not self.shutdown_triggered.is_set():
             patience = max(0.0, last_report - get_dht_time() + self.metadata_expiration / 2)
             await loop.run_in_executor(None, self.should_report_progress.wait, patience)
@@ -228,15 +230,16 @@ class SwarmProgressTracker(ProgressTracker):
                 self.should_report_progress.clear()
             else:  # a microbatch of minutes: told with the old time it would be taken for a lie
                 claim = claim.copy(update={"time": last_report})
-            if claim.samples_accumulated > 0 or self._attends:
-                trained = self.global_epoch
-            if trained >= self.global_epoch - 1:
+            # not by the claim: where epochs are short it is always one of a beginning, with no samples yet
+            if self._attends or self._trained >= self.global_epoch - 1:
                 key, expiration = self.training_progress_key, last_report + self.metadata_expiration
                 self.dht.store(key, claim.dict(), expiration, subkey=self._local_public_key, return_future=True)
 
     def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
         if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
             self.should_report_progress.urgent = True
+        if samples_accumulated > 0:
+            self._attends, self._trained = False, local_epoch
         super().report_local_progress(local_epoch, samples_accumulated, update_global_samples)
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -281,6 +284,7 @@ class SwarmProgressTracker(ProgressTracker):
         progress = super()._parse_swarm_progress_data(
             {subkey: ValueWithExpiration(claim.dict(), expiration) for subkey, (claim, expiration) in trusted.items()}
         )
+        self.num_behind = sum(c.peer_id != own_id and c.epoch < own_epoch for c, _ in trusted.values())
         # hivemind counts records, and takes itself for alone while its own is not stored yet
         progress.num_peers = 1 + sum(claim.peer_id != own_id for claim, _ in trusted.values())
         return progress
