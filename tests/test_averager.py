@@ -103,6 +103,26 @@ def test_the_loss_scale_of_each_microbatch_is_undone(averager):
     assert torch.allclose(averaged(averager), sum(samples) / 12, rtol=1e-5, atol=1e-6)
 
 
+def test_a_mean_over_other_things_than_samples_weighs_by_these(averager):
+    """Words that a loss counts, for instance: two samples may have three of them, or three hundred."""
+    words = draw_samples(30)
+    for first, count in [(0, 3), (3, 26), (29, 1)]:
+        put_mean_gradient(averager, words[first : first + count])
+        assert averager.accumulate_grads_(2, weight=count) is True
+    assert averager.local_samples_accumulated == 6 and averager.local_weight_accumulated == 30
+    assert torch.allclose(averaged(averager), sum(words) / 30, rtol=1e-5, atol=1e-6)
+    assert averager.accumulate_grads_(2, weight=0.0) is False, "a mean over nothing"
+    averager.reset_accumulated_grads_()
+    assert averager.local_weight_accumulated == 0
+
+
+def test_one_microbatch_alone_is_its_own_gradient_to_the_last_bit(averager):
+    [sample] = draw_samples(1)
+    put_mean_gradient(averager, [sample])
+    averager.accumulate_grads_(3, weight=7.0)
+    assert torch.equal(averaged(averager), sample)
+
+
 def test_nothing_accumulated_is_nothing_averaged(averager):
     assert averaged(averager).abs().max() == 0.0
     put_mean_gradient(averager, draw_samples(4))

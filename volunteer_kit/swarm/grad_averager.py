@@ -13,11 +13,14 @@ from volunteer_kit.swarm.averager import SwarmAverager
 
 
 class SwarmGradientAverager(SwarmAverager, GradientAverager):
-    """Accumulates this peer's gradients and averages them with others', weighted by samples.
+    """Accumulates this peer's gradients and averages them with others', weighted by samples, or by what the loss is a
+    mean over.
 
     A microbatch counts by its true size, whatever it was before (after an out-of-memory error it shrinks), and one
     that is not finite loses itself only, not what was accumulated before.
     """
+
+    local_weight_accumulated: float = 0.0
 
     microbatches_lost: int = 0  # not finite, left out
     names: tuple = ()  # of the samples accumulated
@@ -29,18 +32,32 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
         return super().schedule_step(scheduled_time, gather=self.to_tell(self.told), **kwargs)
 
+    def step(self, weight: float | None = None, **kwargs):
+        return super().step(weight=self.local_weight_accumulated if weight is None else weight, **kwargs)
+
     @torch.no_grad()
-    def accumulate_grads_(self, batch_size: int, grad_scale: float = 1.0, names: Sequence = ()) -> bool:
-        """Add the parameters' .grad, the mean over `batch_size` samples times `grad_scale`. False: not finite."""
+    def accumulate_grads_(
+        self, batch_size: int, grad_scale: float = 1.0, names: Sequence = (), weight: float | None = None
+    ) -> bool:
+        """Take the parameters' .grad, times 1 / `grad_scale`, into the mean. False: not finite.
+
+        :param batch_size: samples that they are of
+        :param weight: what they are the mean over; None: these samples
+        """
+        weight = float(batch_size if weight is None else weight)
         grads = list(self._grads_from_parameters())
         norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(grads)])
-        if not torch.isfinite(norms).all():
+        if not (weight > 0 and torch.isfinite(norms).all()):
             self.microbatches_lost += 1
             return False
         accumulators = list(self._grad_accumulators())
         if accumulators[0].device != grads[0].device:
             grads = [grad.to(accumulators[0].device) for grad in grads]
-        torch._foreach_add_(accumulators, grads, alpha=batch_size / grad_scale)
+        if grad_scale != 1.0:
+            grads = torch._foreach_div(grads, grad_scale)
+        # a running mean: one microbatch alone is then its own gradient, to the last bit
+        self.local_weight_accumulated += weight
+        torch._foreach_lerp_(accumulators, grads, weight / self.local_weight_accumulated)
         self.local_samples_accumulated += batch_size
         self.local_times_accumulated += 1
         self.names += tuple(names)
@@ -48,15 +65,14 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
 
     def reset_accumulated_grads_(self) -> None:
         super().reset_accumulated_grads_()
-        self.names = ()
+        self.names, self.local_weight_accumulated = (), 0.0
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
         """Mean gradient over the samples accumulated -> the buffers that are averaged."""
-        samples = max(1, self.local_samples_accumulated)
         with self.get_tensors() as averaged_grads:
             for accumulator, averaged in zip(self._grad_accumulators(), averaged_grads, strict=True):
-                averaged.copy_(accumulator).div_(samples)
+                averaged.copy_(accumulator)
 
     def load_state_from_peers(self, **kwargs) -> None:
         """Nothing: gradients are nobody's state, though hivemind would download them (500 MB for 125.9 M)."""

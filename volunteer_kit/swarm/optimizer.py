@@ -83,6 +83,7 @@ class SwarmOptimizer(FollowingOptimizer):
             grad_compression=options.grad_codec,
             state_averaging_compression=options.state_codec,
             load_state_compression=NoCompression(),  # a joiner equals its donor to the last bit
+            verbose=options.verbose,
             tracker_opts={
                 "min_refresh_period": options.refresh_period,
                 "default_refresh_period": 2 * options.refresh_period,
@@ -125,6 +126,7 @@ class SwarmOptimizer(FollowingOptimizer):
             prefix=f"{self.run_id}_state_averager",
             offload_optimizer=True,
             custom_gradients=True,
+            initialize_optimizer=False,  # the factory's has its zero state; hivemind's trial step would move the model
             status_loglevel=self.status_loglevel,
             start=True,
             **self._averager_options(max_weight=1.0),
@@ -133,7 +135,7 @@ class SwarmOptimizer(FollowingOptimizer):
 
     def _make_gradient_averager(self, factory, **kwargs) -> SwarmGradientAverager:
         # a fast peer may pass the target while others are at their last microbatch, hence more than one target
-        options = self._averager_options(max_weight=2.0 * self.target_batch_size)
+        options = self._averager_options(2.0 * self.target_batch_size * self.options.max_weight_per_sample)
         return super()._make_gradient_averager(
             lambda **hivemind_kwargs: SwarmGradientAverager(
                 **{**hivemind_kwargs, **options, "allow_state_sharing": False}
@@ -168,11 +170,21 @@ class SwarmOptimizer(FollowingOptimizer):
 
     # --- one microbatch ---
 
-    def step(self, batch_size: int, grad_scale: float = 1.0, names: Sequence[Hashable] = ()) -> bool:
+    def step(
+        self,
+        batch_size: int,
+        grad_scale: float = 1.0,
+        names: Sequence[Hashable] = (),
+        weight: float | None = None,
+    ) -> bool:
         """Count the gradients in .grad, the mean over `batch_size` samples of these `names`, times `grad_scale`; when
         the swarm has target_batch_size samples, average and take the global step. :returns: False if they were not
-        finite."""
-        self._grad_scale, self._names, self._taken, self.only_accumulated = grad_scale, names, True, True
+        finite.
+
+        :param weight: what they are the mean over, if not over samples
+        """
+        self._microbatch = {"grad_scale": grad_scale, "names": names, "weight": weight}
+        self._taken, self.only_accumulated = True, True
         if self.obey_orders():
             return True
         if self._follow is not None and self._catch_up():
@@ -215,7 +227,7 @@ class SwarmOptimizer(FollowingOptimizer):
         if self._attends:
             self.tracker.attend(self.local_epoch)
             return True
-        self._taken = self.grad_averager.accumulate_grads_(batch_size, self._grad_scale, self._names)
+        self._taken = self.grad_averager.accumulate_grads_(batch_size, **self._microbatch)
         if self._taken:
             self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
         return self._taken

@@ -14,6 +14,7 @@ class SwarmOptions:
 
     :param run_key: prefix of all DHT keys: run id and fingerprint, so that peers of different runs never meet
     :param target_batch_size: samples of one epoch, swarm-wide
+    :param max_weight_per_sample: more than 1 where gradients are means over other things than samples, as words
     :param matchmaking_time: s to wait for others before a round; the larger the slower the slowest line. Raise it when
         rounds have fewer members than the swarm
     :param averaging_timeout: s after which a round is given up; twice what a round takes
@@ -26,11 +27,13 @@ class SwarmOptions:
     :param max_samples_per_second: more than this, claimed by one peer, is not believed
     :param max_mbps: Mbit/s that this peer may send, and as much that it may receive; None: as much as the line has. Its
         own choice: set it when the line is needed for something else
+    :param verbose: say in the log when epochs and rounds begin
     :param refresh_period: s between looks at the others' progress, at least
     """
 
     run_key: str
     target_batch_size: int
+    max_weight_per_sample: float = 1.0
     matchmaking_time: float = 15.0
     averaging_timeout: float = 180.0
     allreduce_timeout: float = 60.0
@@ -43,6 +46,7 @@ class SwarmOptions:
     state_codec: CompressionBase = field(default_factory=NoCompression)
     max_samples_per_second: float = 10_000.0
     max_mbps: float | None = None
+    verbose: bool = False
     refresh_period: float = 0.5
     metadata_expiration: float = 60.0
 

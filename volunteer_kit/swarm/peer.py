@@ -10,6 +10,7 @@ import socket
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from hivemind.dht import DHT
@@ -40,6 +41,7 @@ class PeerConfig:
     :param startup_timeout: s; p2pd alone needs more than 15 s on a busy Colab VM
     :param check_identity: ask the swarm whether another peer runs under this identity; seconds that can be spared
         where a lock keeps it to one
+    :param dht_options: further arguments of hivemind.DHT
     """
 
     initial_peers: list[str] = field(default_factory=list)
@@ -49,6 +51,7 @@ class PeerConfig:
     client_mode: bool | None = None
     startup_timeout: float = 90.0
     check_identity: bool = True
+    dht_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -118,10 +121,11 @@ def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, admiss
         identity_path=identity_path,
         client_mode=client_mode,
         startup_timeout=config.startup_timeout,
-        wait_timeout=5.0,  # s for one DHT call; home links and two busy cores answer slower than 3 s at times
         admission=admission,
         check_if_identity_free=config.check_identity,
         start=False,
+        # s for one DHT call; home links and two busy cores answer slower than 3 s at times
+        **{"wait_timeout": 5.0, **config.dht_options},
     )
     dht.run_in_background(await_ready=False)
     try:
