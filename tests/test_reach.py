@@ -231,6 +231,22 @@ def test_who_may_go_on_alone(first, looks, alone, cut_off, monkeypatch):
         reach.close()
 
 
+def test_who_is_told_to_goes_on_alone_after_long_silence(monkeypatch):
+    """A fine-tune of two, one of whom has gone home."""
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD", 1e6)
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD_SILENT", 1e6)
+    reach = Reach(NoDht([B]), alone_after=60.0)
+    try:
+        for silence, alone, cut_off in [(30.0, False, False), (50.0, False, True), (61.0, True, False)]:
+            reach._answered_at = time.monotonic() - silence
+            assert reach.may_go_alone() is alone and (reach.cut_off is not None) is cut_off, silence
+        reach._take(HERE, time.monotonic())
+        reach._answered_at = time.monotonic() - 30.0
+        assert not reach.may_go_alone(), "somebody was here again: the silence begins anew"
+    finally:
+        reach.close()
+
+
 def test_what_is_remembered_is_bounded_and_the_latest_first(monkeypatch):
     monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD_SILENT", 1e6)
     monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD", 1e6)

@@ -90,18 +90,19 @@ class SwarmOptimizer(FollowingOptimizer):
                 "metadata_expiration": options.metadata_expiration,
             },
         )
-        self.reach = Reach(peer.dht)
+        self.reach = Reach(peer.dht, options.alone_after)
 
     # --- parts, made ours ---
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> SwarmProgressTracker:
-        limits = Limits(target_batch_size, self.options.max_samples_per_second)
+        options = self.options
+        limits = Limits(target_batch_size, options.max_samples_per_second, options.min_epoch_seconds)
         return SwarmProgressTracker(
             self.dht,
             self.run_id,
             target_batch_size,
             limits=limits,
-            report_period=self.options.refresh_period / 2,
+            report_period=options.refresh_period / 2,
             client_mode=self.client_mode,
             status_loglevel=self.status_loglevel,
             start=True,

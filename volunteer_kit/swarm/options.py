@@ -28,6 +28,10 @@ class SwarmOptions:
     :param max_mbps: Mbit/s that this peer may send, and as much that it may receive; None: as much as the line has. Its
         own choice: set it when the line is needed for something else
     :param verbose: say in the log when epochs and rounds begin
+    :param min_epoch_seconds: s; a peer that claims epochs faster than this is not believed. Lower it for models so
+        small that their epochs are shorter
+    :param alone_after: s of silence after which a peer that joined others takes them for gone, and goes on alone; None:
+        never, for its own line may be dead, and what it does meanwhile is lost
     :param refresh_period: s between looks at the others' progress, at least
     """
 
@@ -47,6 +51,8 @@ class SwarmOptions:
     max_samples_per_second: float = 10_000.0
     max_mbps: float | None = None
     verbose: bool = False
+    min_epoch_seconds: float = 0.2
+    alone_after: float | None = None
     refresh_period: float = 0.5
     metadata_expiration: float = 60.0
 

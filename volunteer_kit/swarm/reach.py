@@ -54,10 +54,11 @@ class Reach:
     """Looks around in a thread of its own, from the process that trains.
 
     :param dht: a running DHT; its initial_peers are dialled again after an outage
+    :param alone_after: s of silence after which whoever was told of others takes them for gone; None: never
     """
 
-    def __init__(self, dht: DHT):
-        self._dht = dht
+    def __init__(self, dht: DHT, alone_after: float | None = None):
+        self._dht, self._alone_after = dht, alone_after
         self._first = tuple(str(maddr) for maddr in dht.initial_peers or ())
         self._known: dict[str, None] = {}  # addresses of peers met, the latest last
         self._met = bool(self._first)  # anybody, ever: start_peer fails unless one of the first peers answers
@@ -131,7 +132,8 @@ class Reach:
         else:
             self._silent_looks += 1
         there = could_look and (found.refused or not found.silent)
-        self._may_be_alone = not self._first and not found.answered and (there or not self._met)
+        gone = self._alone_after is not None and self._looked_at - self._answered_at > self._alone_after
+        self._may_be_alone = not found.answered and (gone or not self._first and (there or not self._met))
         if self._silent_looks == 2 and self.cut_off:
             logger.warning(f"{NOBODY} Silent: {', '.join(found.silent)}")
         known = {address: None for address in self._known if address not in found.known}
