@@ -1,0 +1,80 @@
+"""A peer of the Trainer's benchmark: settings as JSON on the first line of stdin, then events as JSON on stdout.
+
+{"event": "invitation", "maddrs": [...]}, {"event": "step", ...} after each of the swarm's, {"event": "done", ...} when
+train() has returned; its model is then in the file `out`, as safetensors.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import sys
+import time
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.trainer_parts.material import Sentences, pad, row_of, tiny_llama
+from volunteer_kit.training.hf_trainer import SwarmCallback, SwarmTrainer, SwarmTrainingArguments
+
+
+def say(event: str, **fields) -> None:
+    plain(json.dumps({"event": event, **fields}), flush=True)
+
+
+plain = builtins.print
+
+
+class Telling(SwarmCallback):
+    """Tells each step with the rows that were in it. Begins when so many peers are here."""
+
+    await_peers = 1
+
+    def names_of(self, batch):
+        return [row_of(words) for words in batch["input_ids"]]
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        tracker = self.member.swarm.tracker
+        while tracker.global_progress.num_peers < self.await_peers:
+            tracker.attend(self.member.epoch)
+            tracker.look_again(timeout=1.0)
+            time.sleep(0.1)
+
+    def on_report(self, report):
+        say(
+            "step", epoch=report.epoch, rows=list(report.names), group_size=report.group_size, received=report.received,
+            seconds=report.seconds, sent=report.bytes_sent, failure=report.failure, apart=report.apart,
+        )  # fmt: skip
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    first, count = settings["rows"]
+
+    def printed(*words, **kwargs):
+        for word in words:
+            if "initial_peers = " in str(word):
+                say("invitation", maddrs=ast.literal_eval(str(word).split(" = ", 1)[1]))
+        plain(*words, **kwargs)
+
+    builtins.print = printed
+    torch.set_num_threads(1)
+    model = tiny_llama(**settings.get("model", {}))
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    arguments = SwarmTrainingArguments(settings["out"] + ".d", **{**quiet, **settings["arguments"]})
+    trainer = SwarmTrainer(
+        model=model, args=arguments, train_dataset=Sentences(range(first, first + count)), data_collator=pad
+    )
+    telling = Telling(trainer, {"dht": settings["dht"], "opt": settings["opt"]})
+    telling.await_peers = settings.get("await_peers", 1)
+    trainer.add_callback(telling)
+    began = time.monotonic()
+    trainer.train(resume_from_checkpoint=settings.get("resume"))
+    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, settings["out"])
+    say("done", seconds=time.monotonic() - began, steps=trainer.state.global_step, log=trainer.state.log_history)
+
+
+if __name__ == "__main__":
+    main()

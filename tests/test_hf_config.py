@@ -1,0 +1,103 @@
+"""hivemind_config as trahiv takes it: what is read of it, said of it, refused of it."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+from hivemind.compression import Uniform8BitQuantization
+from hivemind.utils.multiaddr import Multiaddr
+
+from volunteer_kit.swarm.codec import CODECS
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.training.hf_config import read_hivemind_config
+
+OPT = {"run_id": "spanish", "target_batch_size": 512}
+
+
+def read(dht=None, **opt):
+    return read_hivemind_config({"dht": dht or {}, "opt": {**OPT, **opt}})
+
+
+def test_the_least_that_is_needed():
+    for config in ({"opt": OPT}, {"dht": None, "opt": OPT}, {"dht": {}, "opt": {**OPT, "verbose": True}}):
+        found = read_hivemind_config(config)
+        assert found.run_id == "spanish" and found.options.target_batch_size == 512 and found.words == ()
+        assert not found.peer.initial_peers and found.peer.host_maddrs == ["/ip4/0.0.0.0/tcp/0"]
+        assert not found.options.delay_optimizer_step  # as hivemind's
+    assert found.options.verbose
+
+
+def test_addresses_in_all_forms():
+    peers = ["/ip4/203.0.113.5/tcp/31337/p2p/QmA", "/ip4/203.0.113.5/udp/31337/quic/p2p/QmA"]
+    found = read({"initial_peers": peers, "host_maddrs": ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic"]})
+    assert found.peer.initial_peers == [peers[0], peers[1].replace("/quic/", "/quic-v1/")]
+    assert found.peer.host_maddrs == ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1"]
+    assert len(found.words) == 2 and all("quic-v1" in word for word in found.words)
+    assert read({"initial_peers": " ".join(peers)}).peer.initial_peers == found.peer.initial_peers
+    assert read({"initial_peers": [Multiaddr("/ip4/127.0.0.1/tcp/1")]}).peer.initial_peers
+
+
+def test_an_address_of_the_router_is_announced_while_all_of_ours_listen():
+    found = read({"host_maddrs": ["/ip4/203.0.113.5/tcp/31337", "/ip4/203.0.113.5/udp/31337/quic-v1"]})
+    assert found.peer.host_maddrs == ["/ip4/0.0.0.0/tcp/31337", "/ip4/0.0.0.0/udp/31337/quic-v1"]
+    assert found.peer.announce_maddrs == ["/ip4/203.0.113.5/tcp/31337", "/ip4/203.0.113.5/udp/31337/quic-v1"]
+    assert all("not an address of this machine" in word for word in found.words)
+    own = [e.address for entries in psutil.net_if_addrs().values() for e in entries if e.family.name == "AF_INET"]
+    for address in [*own, "127.0.0.1", "0.0.0.0"]:
+        found = read({"host_maddrs": [f"/ip4/{address}/tcp/0"]})
+        assert found.peer.host_maddrs == [f"/ip4/{address}/tcp/0"] and not found.peer.announce_maddrs
+
+
+def test_arguments_of_hivemind_go_on_to_where_they_belong():
+    found = read(
+        {"identity_path": "me.key", "startup_timeout": 30, "use_relay": False, "start": True},
+        client_mode=True, matchmaking_time=5.0, averaging_timeout=60.0, delay_grad_averaging=True,
+        state_averaging_compression="float16", grad_compression=Uniform8BitQuantization(),
+    )  # fmt: skip
+    peer, options = found.peer, found.options
+    assert (peer.identity_path, peer.startup_timeout, peer.client_mode) == ("me.key", 30, True)
+    assert peer.dht_options == {"use_relay": False}
+    assert (options.matchmaking_time, options.averaging_timeout, options.allreduce_timeout) == (5.0, 60.0, 55.0)
+    assert options.delay_grad_averaging and options.delay_optimizer_step
+    assert options.grad_codec is CODECS["uniform8"] and options.state_codec is CODECS["float16"]
+    assert found.words == ()
+
+
+def test_a_round_has_time_for_its_parts():
+    options = read(matchmaking_time=30.0, averaging_timeout=20.0).options
+    assert options.averaging_timeout >= options.matchmaking_time + options.allreduce_timeout
+
+
+def test_what_has_no_use_is_said():
+    found = read(batch_size_per_step=4, shutdown_timeout=3, offload_optimizer=False, reuse_grad_buffers=False)
+    assert len(found.words) == 3 and not any("reuse_grad_buffers" in word for word in found.words)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ([], ["dictionary"]),
+        ({"opts": OPT}, ["no 'opts'", "'opt'"]),
+        ({"opt": [1]}, ['"opt"', "dictionary"]),
+        ({"opt": {"target_batch_size": 4}}, ['"run_id"']),
+        ({"opt": {"run_id": " ", "target_batch_size": 4}}, ['"run_id"']),
+        ({"opt": {"run_id": "a"}}, ['"target_batch_size"', "None"]),
+        ({"opt": {"run_id": "a", "target_batch_size": 0}}, ['"target_batch_size"']),
+        ({"opt": {"run_id": "a", "target_batch_size": True}}, ['"target_batch_size"']),
+        ({"opt": {**OPT, "target_batchsize": 4}}, ["'target_batchsize'", "'target_batch_size'"]),
+        ({"opt": {**OPT, "matchmaking": 4}}, ["'matchmaking'", "'matchmaking_time'"]),
+        ({"opt": OPT, "dht": {"inital_peers": []}}, ["'inital_peers'", "'initial_peers'"]),
+        ({"opt": OPT, "dht": {"p2p": 1}}, ["'p2p'"]),
+        ({"opt": OPT, "dht": {"initial_peers": 5}}, ["list of addresses"]),
+        ({"opt": {**OPT, "optimizer": 1}}, ["the Trainer makes it"]),
+        ({"opt": {**OPT, "use_local_updates": True}}, ["cannot be had", "whole swarm"]),
+        ({"opt": {**OPT, "auxiliary": True}}, ["cannot be had"]),
+        ({"opt": {**OPT, "grad_compression": "uniform9"}}, ["'uniform9'", "'uniform8'"]),
+        ({"opt": {**OPT, "grad_compression": 8}}, ["name one of"]),
+        ({"opt": {**OPT, "delay_grad_averaging": True, "delay_optimizer_step": False}}, ["delay_optimizer_step"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_with_the_way_out(config, words):
+    with pytest.raises(SwarmError) as caught:
+        read_hivemind_config(config)
+    assert caught.value.kind == "bad_config" and all(word in str(caught.value) for word in words), caught.value

@@ -1,0 +1,114 @@
+"""An optimizer that a Trainer was given, moved to the swarm's side."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from volunteer_kit.training.hf_optimizer import Clip, moved, parameters_of
+
+NAMES = ("AdamW", "SGD", "momentum", "RMSprop", "Adagrad", "Adafactor", "AdamW8bit", "PagedAdamW8bit", "Lion8bit")
+
+
+def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((96, 64), (64,), (5, 3))]
+
+
+def make(name: str, own: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [{"params": own[:1], "weight_decay": 0.1}, {"params": own[1:], "weight_decay": 0.0}]
+    if name == "momentum":
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
+    if name.endswith("8bit"):
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        return getattr(bitsandbytes.optim, name)(groups, lr=1e-2)
+    if name == "Adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(groups, lr=1e-2, relative_step=False, scale_parameter=False)
+    return getattr(torch.optim, name)(groups, lr=1e-2)
+
+
+def groups_like(optimizer: torch.optim.Optimizer) -> list[dict]:
+    return [{"params": [p.detach().clone().requires_grad_() for p in g["params"]]} for g in optimizer.param_groups]
+
+
+def give_gradients(own: list[torch.Tensor], step: int) -> None:
+    for number, parameter in enumerate(own):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", NAMES)
+def test_it_goes_the_way_of_the_one_it_was_made_of(name):
+    """From the first step on, and from its third."""
+    own = parameters()
+    plain = make(name, own)
+    first = moved(plain, groups_like(plain), Clip(None, range(3)))
+    assert all(len(first.state[p]) for p in parameters_of(first)) or name == "SGD", "a joiner knows its places"
+    second = None
+    for step in range(6):
+        if step == 3:
+            second = moved(plain, groups_like(plain), Clip(None, range(3)))
+        for optimizer in filter(None, (plain, first, second)):
+            give_gradients(parameters_of(optimizer), step)
+            optimizer.step()
+        for other in filter(None, (first, second)):
+            for a, b in zip(own, parameters_of(other), strict=True):
+                assert torch.equal(a, b), (step, (a - b).abs().max())
+
+
+def test_nothing_is_shared_with_the_one_it_was_made_of():
+    own = parameters()
+    plain = make("AdamW", own)
+    give_gradients(own, 0)
+    plain.step()
+    before, states = [p.detach().clone() for p in own], [plain.state[p]["exp_avg"].clone() for p in own]
+    other = moved(plain, groups_like(plain), Clip(None, range(3)))
+    other.param_groups[0]["lr"] = 5.0
+    give_gradients(parameters_of(other), 1)
+    other.step()
+    assert plain.param_groups[0]["lr"] == 1e-2
+    assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
+    assert all(torch.equal(plain.state[p]["exp_avg"], s) for p, s in zip(own, states, strict=True))
+
+
+def test_the_gradient_is_clipped_in_the_models_order_and_measured():
+    own = parameters()
+    plain = make("SGD", own)
+    give_gradients(own, 0)
+    clip = Clip(1.0, [2, 0, 1])
+    other = moved(plain, groups_like(plain), clip)
+    give_gradients(parameters_of(other), 0)
+    norm = torch.nn.utils.clip_grad_norm_([own[2], own[0], own[1]], 1.0)
+    plain.step()
+    other.step()
+    assert clip.norm == norm.item() and clip.rate == 1e-2
+    assert all(torch.equal(a, b) for a, b in zip(own, parameters_of(other), strict=True))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_step_is_taken_by_what_is_no_number(value):
+    plain = make("AdamW", parameters())
+    other = moved(plain, groups_like(plain), Clip(1.0, range(3)))
+    held = [p.detach().clone() for p in parameters_of(other)]
+    give_gradients(parameters_of(other), 0)
+    parameters_of(other)[1].grad[3] = value
+    other.step()
+    assert all(torch.equal(a, b) for a, b in zip(held, parameters_of(other), strict=True))
+    assert other.state[parameters_of(other)[0]]["step"] == 0
+
+
+def test_a_schedule_made_for_the_one_serves_the_other(recwarn):
+    plain = make("AdamW", parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
+    other = moved(plain, groups_like(plain), Clip(None, range(3)))
+    schedule.optimizer = other
+    give_gradients(parameters_of(other), 0)
+    other.step()
+    schedule.step()
+    assert other.param_groups[0]["lr"] == 5e-3 and plain.param_groups[0]["lr"] == 1e-2
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]

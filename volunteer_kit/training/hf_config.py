@@ -1,0 +1,226 @@
+"""`hivemind_config={"dht": {...}, "opt": {...}}`, as trahiv takes it, read and checked.
+
+"dht" holds arguments of hivemind.DHT, "opt" those of hivemind.Optimizer. What the kit does in its own way is said, and
+what it cannot do is refused; nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import psutil
+from hivemind import DHT
+from hivemind import Optimizer as HivemindOptimizer
+from hivemind.compression import CompressionBase
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P
+
+from volunteer_kit.swarm.codec import CODECS
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.options import SwarmOptions
+from volunteer_kit.swarm.peer import PeerConfig
+
+OWN_OF_PEER = {field.name for field in fields(PeerConfig)}
+NOT_OURS = {"p2p", "node_id", "validate", "strict"}  # a DHT of the kit's own would not stand them
+EVERYWHERE = {"ip4": "0.0.0.0", "ip6": "::"}
+MADDRS = ("initial_peers", "host_maddrs", "announce_maddrs")
+# arguments of hivemind.Optimizer that SwarmOptions has under the same name
+SAME = {
+    "matchmaking_time", "averaging_timeout", "allreduce_timeout", "next_chunk_timeout", "load_state_timeout",
+    "delay_grad_averaging", "verbose",
+}  # fmt: skip
+CODEC_OF = {"grad_compression": "grad_codec", "state_averaging_compression": "state_codec"}
+# who fine-tunes with one friend goes on when the friend has gone home; and its epochs may be as short as one batch
+AS_TRAINERS_ARE = {"alone_after": 60.0, "min_epoch_seconds": 0.02}  # s
+BUILT_HERE = {"optimizer", "params", "scheduler", "dht"}
+# what the kit always does, and therefore needs no saying
+AS_HERE = {
+    "reuse_grad_buffers": False, "offload_optimizer": True, "delay_state_averaging": True, "use_local_updates": False,
+    "auxiliary": False, "average_opt_statistics": (), "extra_tensors": (),
+}  # fmt: skip
+WHY_NOT = {
+    "use_local_updates": "every step is of the whole swarm",
+    "auxiliary": "a Trainer trains",
+    "extra_tensors": "only what is trained travels",
+    "average_opt_statistics": "statistics are equal on all peers without it",
+}
+REFUSED = ("use_local_updates", "auxiliary", "extra_tensors", "average_opt_statistics")
+
+
+@dataclass(frozen=True)
+class HivemindConfig:
+    """What a Trainer was told of its swarm.
+
+    `run_id` and `options.target_batch_size` are its own; `words` are to be said to whoever started it.
+    """
+
+    run_id: str
+    peer: PeerConfig
+    options: SwarmOptions  # its run_key is the run_id alone, until the model is known
+    name: str = "trainer"  # of this peer, for the others
+    words: tuple[str, ...] = ()
+
+
+def read_hivemind_config(config: Mapping[str, Any]) -> HivemindConfig:
+    """Raises SwarmError (bad_config, bad_address), with the nearest right name for a wrong one."""
+    if not isinstance(config, Mapping):
+        raise _wrong(f"hivemind_config is {type(config).__name__}; it should be a dictionary.")
+    for name in config:
+        if name not in ("dht", "opt"):
+            raise _unknown("hivemind_config", str(name), ("dht", "opt"))
+    words: list[str] = []
+    known = _arguments(DHT.__init__, DHTNode.create, P2P.create) | OWN_OF_PEER - {"dht_options"}
+    dht = _check("dht", config.get("dht"), known - NOT_OURS)
+    opt = _check("opt", config.get("opt"), _arguments(HivemindOptimizer.__init__) | {"max_mbps"})
+    run_id, target = _run_id(opt.pop("run_id", None)), _target(opt.pop("target_batch_size", None))
+    peer = _read_peer(dht, opt.pop("client_mode", None), words)
+    options = _read_options(run_id, target, opt, words)
+    return HivemindConfig(run_id, peer, options, words=tuple(words))
+
+
+# --- "dht" ---
+
+
+def _read_peer(dht: dict[str, Any], client_mode: bool | None, words: list[str]) -> PeerConfig:
+    given = {name: [_with_quic_v1(m, words) for m in _maddrs(name, dht.pop(name, None))] for name in MADDRS}
+    given["host_maddrs"], announced = _listen_here(given["host_maddrs"], words)
+    given["announce_maddrs"] += announced
+    values = {name: value for name, value in given.items() if value}
+    values |= {name: dht.pop(name) for name in OWN_OF_PEER & dht.keys()}
+    if "check_if_identity_free" in dht:
+        values["check_identity"] = dht.pop("check_if_identity_free")
+    if client_mode is not None:
+        values["client_mode"] = client_mode
+    dht.pop("start", None)
+    values["dht_options"] = dht
+    return PeerConfig(**values)
+
+
+def _maddrs(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, str):  # one address, or a line of several, as they are passed round
+        value = value.replace(",", " ").split()
+    try:
+        return [str(maddr) for maddr in value]
+    except TypeError:
+        raise _wrong(f'hivemind_config["dht"]["{name}"] is {value!r}; it should be a list of addresses.') from None
+
+
+def _with_quic_v1(maddr: str, words: list[str]) -> str:
+    """libp2p listens on the older form without a word, and nowhere."""
+    parts = maddr.split("/")
+    if "quic" not in parts:
+        return maddr
+    parts[parts.index("quic")] = "quic-v1"
+    words.append(f"{maddr} is read as {'/'.join(parts)}: the older quic is no longer spoken.")
+    return "/".join(parts)
+
+
+def _listen_here(maddrs: list[str], words: list[str]) -> tuple[list[str], list[str]]:
+    """(where to listen, what to announce): an address that is not this machine's belongs to the router before it."""
+    own = {entry.address.split("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    listen, announce = [], []
+    for maddr in maddrs:
+        parts = maddr.split("/")
+        kind, host = (parts[1], parts[2]) if len(parts) > 2 else ("", "")
+        if kind in EVERYWHERE and host not in own | set(EVERYWHERE.values()) and not host.startswith("127."):
+            everywhere = "/".join(["", kind, EVERYWHERE[kind], *parts[3:]])
+            words.append(f"{host} is not an address of this machine: it is announced, and {everywhere} listens.")
+            listen.append(everywhere)
+            announce.append(maddr)
+        else:
+            listen.append(maddr)
+    return list(dict.fromkeys(listen)), announce
+
+
+# --- "opt" ---
+
+
+def _run_id(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _wrong('hivemind_config["opt"] needs a "run_id": the name of the run, equal on all peers.')
+    return value
+
+
+def _target(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(
+            'hivemind_config["opt"] needs a "target_batch_size": samples of all peers together that make one step, '
+            f"such as 256; it is {value!r}."
+        )
+    return value
+
+
+def _read_options(run_id: str, target: int, opt: dict[str, Any], words: list[str]) -> SwarmOptions:
+    for name in sorted(BUILT_HERE & opt.keys()):
+        raise _wrong(f'hivemind_config["opt"]["{name}"]: the Trainer makes it. Leave it out.')
+    values = {name: opt.pop(name) for name in SAME & opt.keys() if opt[name] is not None}
+    values |= {mine: _codec(name, opt.pop(name)) for name, mine in CODEC_OF.items() if opt.get(name) is not None}
+    values["max_mbps"] = opt.pop("max_mbps", None)
+    delayed = opt.pop("delay_optimizer_step", None)
+    values["delay_optimizer_step"] = values.get("delay_grad_averaging", False) if delayed is None else bool(delayed)
+    values["average_state_every"] = 0 if (every := opt.pop("average_state_every", None)) in (None, 1) else every
+    if values.get("delay_grad_averaging") and not values["delay_optimizer_step"]:
+        raise _wrong('"delay_grad_averaging" needs "delay_optimizer_step": True, since the step waits for the average.')
+    for name in REFUSED:
+        if opt.get(name) and opt[name] != AS_HERE[name]:
+            raise _wrong(f'hivemind_config["opt"]["{name}"] cannot be had here: {WHY_NOT[name]}. Leave it out.')
+    for name, value in opt.items():
+        if value is not None and (name not in AS_HERE or value != AS_HERE[name]):
+            words.append(f'hivemind_config["opt"]["{name}"] has no use here: the kit sees to it.')
+    return SwarmOptions(**_with_time({"run_key": run_id, "target_batch_size": target, **AS_TRAINERS_ARE, **values}))
+
+
+def _with_time(values: dict[str, Any]) -> dict[str, Any]:
+    """hivemind's defaults of what was not said, such that a round has time for all of its parts."""
+    meeting = values.setdefault("matchmaking_time", 15.0)
+    whole = values.get("averaging_timeout", 0.0)
+    values.setdefault("allreduce_timeout", whole - meeting if whole > meeting else 60.0)
+    values["averaging_timeout"] = max(whole, meeting + values["allreduce_timeout"])
+    return values
+
+
+def _codec(name: str, value: Any) -> CompressionBase:
+    """By name, or by an object of hivemind's: in its place comes ours, which is right on every numpy."""
+    if isinstance(value, str):
+        if value not in CODECS:
+            raise _unknown(f'hivemind_config["opt"]["{name}"]', value, CODECS)
+        return CODECS[value]
+    if isinstance(value, CompressionBase):
+        kind = getattr(value, "compression_type", None)
+        return next((codec for codec in CODECS.values() if codec.compression_type == kind), value)
+    raise _wrong(f'hivemind_config["opt"]["{name}"] is {value!r}; name one of {", ".join(CODECS)}.')
+
+
+# --- words ---
+
+
+def _check(section: str, values: Any, known: Collection[str]) -> dict[str, Any]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise _wrong(f'hivemind_config["{section}"] is {type(values).__name__}; it should be a dictionary.')
+    for name in values:
+        if name not in known:
+            raise _unknown(f'hivemind_config["{section}"]', str(name), known)
+    return dict(values)
+
+
+def _arguments(*functions: Any) -> set[str]:
+    names = [one for function in functions for one in inspect.signature(function).parameters.values()]
+    return {one.name for one in names if one.kind is not one.VAR_KEYWORD} - {"self", "cls"}
+
+
+def _unknown(where: str, name: str, known: Collection[str]) -> SwarmError:
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.4)
+    fix = f"The nearest is {near[0]!r}." if near else f"There are: {', '.join(sorted(known))}."
+    return _wrong(f"{where} has no {name!r}. {fix}")
+
+
+def _wrong(message: str) -> SwarmError:
+    return SwarmError(message, kind="bad_config")

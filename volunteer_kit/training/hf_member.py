@@ -1,0 +1,297 @@
+"""A Trainer's place in its swarm: peer, optimizer and record, from train_begin to train_end."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hivemind.p2p import PeerID
+
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
+from volunteer_kit.swarm.peer import Peer, start_peer
+from volunteer_kit.swarm.records import PeerBoard, PeerRecord
+from volunteer_kit.training.hf_config import HivemindConfig
+from volunteer_kit.training.hf_optimizer import Clip, Count, SwarmStep, moved, parameters_of
+
+JOIN_PATIENCE = 60.0  # s for a first donor of the state
+LINGER = 60.0  # s at the end in which others may still take our state
+RECORD_EVERY = 15.0  # s
+ALL_TRAINERS = "trainers"  # the board on which each says which run it trains
+MAX_ITEMS = 2**17  # words a sample, where the model does not say
+
+
+class Member:
+    """One peer of a run that a Trainer trains.
+
+    :param model: as it trains; only what requires gradients travels
+    :param shown: the Trainer's optimizer, over the model's parameters
+    :param scheduler: its schedule, counted in the swarm's steps from now on
+    :param count: -> (samples, weight, names of the samples) of the gradients at hand
+    :param epoch: the swarm's steps that are in the model already
+    :param on_report: told of each of the swarm's steps that we took
+    """
+
+    def __init__(
+        self,
+        config: HivemindConfig,
+        model: torch.nn.Module,
+        shown: torch.optim.Optimizer,
+        scheduler: Any,
+        count: Count,
+        *,
+        max_grad_norm: float | None,
+        max_steps: int,
+        epoch: int,
+        schedule: str,
+        on_report: Callable[[StepReport], None] = lambda report: None,
+    ):
+        self.config, self.model, self._shown, self._scheduler, self._count = config, model, shown, scheduler, count
+        self._on_report = on_report
+        if not any(parameter.requires_grad for parameter in parameters_of(shown)):
+            raise SwarmError(
+                "The model has no parameters to train: there is nothing to average.\n"
+                "1. With PEFT, call get_peft_model before the trainer is made.\n"
+                "2. Else set requires_grad_(True) on what is to be trained.",
+                kind="bad_config",
+            )
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise SwarmError(
+                "The schedule reduce_lr_on_plateau goes by each peer's own evaluation: their learning rates would "
+                "differ, and so would their models.\n1. Choose another lr_scheduler_type.",
+                kind="bad_config",
+            )
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held = {id(parameter): place for place, parameter in enumerate(parameters_of(shown))}
+        self.clip = Clip(max_grad_norm, [held[one] for one in names if one in held])
+        self._description = {
+            "parameters": [(names.get(id(p), ""), list(p.shape)) for p in parameters_of(shown) if p.requires_grad],
+            "optimizer": type(shown).__name__,
+            "settings": [_plain(group) for group in shown.param_groups],
+            "schedule": [schedule, 0 if schedule.startswith("constant") else max_steps],
+            "max_grad_norm": max_grad_norm or 0,
+            "target_batch_size": config.options.target_batch_size,
+            "codecs": [type(config.options.grad_codec).__name__, type(config.options.state_codec).__name__],
+            "delay": [config.options.delay_optimizer_step, config.options.delay_grad_averaging],
+        }
+        self._epoch = epoch
+        self.peer: Peer | None = None
+        self.swarm: SwarmOptimizer | None = None
+        self.last: StepReport | None = None
+        self.samples, self.loss = 0, None  # of ours that are in the model; ours, as last logged
+        self.swarm_loss: float | None = None
+        self._began, self._cut_off = time.monotonic(), None
+        self._closing = threading.Event()
+        self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps(self._description, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def epoch(self) -> int:
+        return self.swarm.local_epoch
+
+    # --- coming ---
+
+    def start(self) -> None:
+        """Meet the others, take their state. Raises SwarmError."""
+        for word in self.config.words:
+            print(word)
+        interrupt = signal.getsignal(signal.SIGINT) if _in_main_thread() else None
+        try:
+            self.peer = start_peer(self.config.peer)
+            print(invitation(self.peer.visible_maddrs()), flush=True)
+            self.board = PeerBoard(self.peer.dht, self.config.run_id)
+            self._trainers = PeerBoard(self.peer.dht, ALL_TRAINERS)
+            self._check_same_run()
+            self.swarm = self._make_optimizer()
+            self.step = SwarmStep(self._shown, self.swarm, self._count)
+            self._adopt_schedule()
+            self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
+            self._began = time.monotonic()
+            self._recording.start()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if interrupt is not None:  # hivemind has taken Ctrl-C away
+                signal.signal(signal.SIGINT, interrupt)
+
+    def _check_same_run(self) -> None:
+        others = self._others(self.board)
+        if not others:
+            runs = sorted({record.name for record in self._others(self._trainers)})
+            if runs:
+                print(
+                    f"Nobody here trains {self.config.run_id!r} yet; others train {', '.join(map(repr, runs[:5]))}. "
+                    "Only peers of one run_id average with each other."
+                )
+        if others and not any(record.fingerprint == self.fingerprint for record in others):
+            raise SwarmError(
+                f"The others train {self.config.run_id!r} with another model or other settings (theirs "
+                f"{others[0].fingerprint[:8]}, yours {self.fingerprint[:8]}): gradients would not fit.\n"
+                "1. Use the same model, adapters, optimizer, learning rate, schedule, max_steps, max_grad_norm and "
+                "target_batch_size as they.\n2. Or give yours another run_id.",
+                kind="wrong_run",
+            )
+
+    def _others(self, board: PeerBoard) -> list[PeerRecord]:
+        return [record for peer, record in board.fetch().items() if peer != self.peer.peer_id]
+
+    def _make_optimizer(self) -> SwarmOptimizer:
+        longest = getattr(getattr(self.model, "config", None), "max_position_embeddings", None) or MAX_ITEMS
+        key = f"{self.config.run_id}-{self.fingerprint[:16]}".replace(".", "-")  # hivemind's keys may hold no dots
+        swarm = SwarmOptimizer(
+            peer=self.peer,
+            options=replace(self.config.options, run_key=key, max_weight_per_sample=float(longest)),
+            params=[{**group} for group in self._shown.param_groups],
+            optimizer=lambda groups: moved(self._shown, groups, self.clip),
+        )
+        self._shown.state.clear()  # it is with the swarm's now
+        if self._epoch:
+            swarm.state_averager.local_epoch = swarm.state_averager._state_epoch = self._epoch
+            swarm.state_averager.describe()
+        return swarm
+
+    def _adopt_schedule(self) -> None:
+        averager = self.swarm.state_averager
+        self._scheduler.optimizer = averager.optimizer
+        averager.scheduler = self._scheduler
+        averager._update_scheduler()
+
+    # --- being here ---
+
+    def finish_updates(self) -> None:
+        """What runs in the background is done, and in the model."""
+        self.swarm._finish_updates()
+
+    def figures(self) -> dict[str, float]:
+        """Of the swarm, for the log."""
+        self.take_reports()
+        progress = self.swarm.tracker.global_progress
+        found: dict[str, float] = {"swarm_peers": progress.num_peers}
+        if self.clip.norm is not None:
+            found |= {"grad_norm": self.clip.norm, "learning_rate": self.clip.rate}
+        if self.last is not None:
+            found |= {"group_size": self.last.group_size, "own_samples": self.samples}
+        if self.swarm_loss is not None:
+            found["swarm_loss"] = self.swarm_loss
+        return found
+
+    def take_reports(self) -> None:
+        """What became of our last steps, and of our line, in words where somebody has to know."""
+        while self.swarm.reports:
+            self.last = self.swarm.reports.popleft()
+            self.samples += self.last.counted
+            self._on_report(self.last)
+        if self.swarm.cut_off != self._cut_off:
+            self._cut_off = self.swarm.cut_off
+            patience = self.config.options.alone_after
+            alone = f" After {patience:g} s of silence this one goes on alone." if patience else ""
+            print(f"{self._cut_off}{alone}" if self._cut_off else "Others answer again, or are known to be gone.")
+
+    def _keep_record(self) -> None:
+        while not self._closing.is_set():
+            with suppress(Exception):  # a busy DHT; the next time comes
+                self.board.publish(self._record(self.config.name))
+                self._trainers.publish(self._record(self.config.run_id[:64]))
+                self._look_at_losses(self.board.fetch())
+            self._closing.wait(RECORD_EVERY)
+
+    def _look_at_losses(self, records: Mapping[PeerID, PeerRecord]) -> None:
+        same = [one.loss for one in records.values() if one.fingerprint == self.fingerprint and one.loss is not None]
+        self.swarm_loss = sum(same) / len(same) if same else None
+
+    def _record(self, name: str) -> PeerRecord:
+        device = next(self.model.parameters()).device
+        return PeerRecord(
+            peer_id=self.peer.peer_id.to_bytes(),
+            fingerprint=self.fingerprint,
+            name=name,
+            device=device_name(device)[:64],
+            epoch=self.swarm.local_epoch,
+            total_samples=self.samples,
+            samples_per_second=self.samples / max(1.0, time.monotonic() - self._began),
+            loss=self.loss,
+            client_mode=self.peer.client_mode,
+        )
+
+    # --- going ---
+
+    def settle(self) -> None:
+        """All peers that have come to the end hold the same model."""
+        self.swarm.settle(patience=LINGER / 2)
+
+    def linger(self) -> None:
+        """Others may still take the last state from us."""
+        deadline, tracker = time.monotonic() + LINGER, self.swarm.tracker
+        while time.monotonic() < deadline and not self.swarm.client_mode:
+            tracker.attend(self.epoch)
+            tracker.look_again(timeout=5.0)
+            if not tracker.num_behind:
+                return
+            time.sleep(0.5)
+
+    def close(self) -> None:
+        """Leave; the Trainer's optimizer gets its statistics back."""
+        self._closing.set()
+        if self._recording.is_alive():
+            self._recording.join(timeout=10.0)  # it must not talk to a DHT that has ended
+        if self.swarm is not None:
+            behind = self.swarm.state_averager.optimizer
+            for theirs, ours in zip(parameters_of(behind), parameters_of(self._shown), strict=True):
+                self._shown.state[ours] = {
+                    k: v.to(ours.device) if torch.is_tensor(v) and v.ndim else v
+                    for k, v in behind.state.get(theirs, {}).items()
+                }
+            self._scheduler.optimizer = self._shown
+            for board in (self.board, self._trainers):
+                board.publish(None)
+            self.swarm.shutdown()
+        if self.peer is not None:
+            self.peer.shutdown()
+        self.swarm = self.peer = None
+
+
+def invitation(maddrs: list[str]) -> str:
+    """The line for those who are to join: public addresses if there are any."""
+    public = [maddr for maddr in maddrs if _is_public(maddr)]
+    shown = public or maddrs
+    if not shown:
+        return "This peer calls others and cannot be called: others join by the address that it joined by."
+    return f"To join the training, use initial_peers = {shown}"
+
+
+def _is_public(maddr: str) -> bool:
+    try:
+        return ipaddress.ip_address(maddr.split("/")[2]).is_global
+    except ValueError:
+        return "/dns" in maddr
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """What of a parameter group's settings has to be equal; the learning rate as it was at first."""
+    return {
+        name: group.get("initial_lr", value) if name == "lr" else value
+        for name, value in group.items()
+        if name not in ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+    }
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,146 @@
+"""Any torch optimizer, moved to where the swarm's gradients arrive; and what a Trainer holds in its place."""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from volunteer_kit.swarm.optimizer import SwarmOptimizer
+
+Count = Callable[[], tuple[int, float, Sequence[Hashable]]]
+
+
+class Clip:
+    """Clips the swarm's gradient, as a Trainer clips its own.
+
+    :param max_norm: 0 or None: it is measured, and left as it is
+    :param order: places of the parameters in the model's own order. The norm is a sum, and a Trainer's goes over the
+        model in that order: another one ends in other last bits
+    """
+
+    def __init__(self, max_norm: float | None, order: Sequence[int]):
+        self.max_norm, self._order = max_norm or math.inf, order
+        self.norm: float | None = None  # of the last global step, before it was clipped
+        self.rate = 0.0  # learning rate of that step
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> bool:
+        """:returns: whether the gradient is finite"""
+        parameters = parameters_of(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_([parameters[place] for place in self._order], self.max_norm)
+        self.norm, self.rate = norm.item(), float(optimizer.param_groups[0]["lr"] or 0.0)
+        return math.isfinite(self.norm)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def moved(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], clip: Clip) -> torch.optim.Optimizer:
+    """The same optimizer over the parameters of `groups` (on the CPU), with its statistics if it has any, else with
+    those of no step. It clips, and takes no step by a gradient that is not finite.
+
+    It is copied, not made anew: nobody knows how an optimizer that was passed in had been made.
+    """
+    new = object.__new__(type(optimizer))
+    new.__dict__.update(optimizer.__dict__)
+    own = {id(old): p for old, p in zip(parameters_of(optimizer), _all(groups), strict=True)}
+    new.param_groups = [
+        {**group, "params": [own[id(p)] for p in group["params"]], **_on_the_cpu(group)}
+        for group in optimizer.param_groups
+    ]
+    new.defaults = dict(optimizer.defaults)
+    new.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        new.state[own[id(parameter)]] = {name: _copied(value) for name, value in state.items()}
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            setattr(new, name, copy.copy(value))
+    _complete(new)
+
+    plain = type(optimizer).step
+
+    def step(self, closure=None):
+        self._opt_called = True  # schedulers look at it, and warn
+        if clip(self):
+            plain(self)
+
+    step._wrapped_by_lr_sched = True
+    new.step = types.MethodType(step, new)
+    return new
+
+
+def _all(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _on_the_cpu(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings that a GPU only can have."""
+    return {"capturable": False} if group.get("capturable") else {}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _complete(optimizer: torch.optim.Optimizer) -> None:
+    """Make the statistics of parameters that have none: a joiner has to know its places before it takes a state.
+
+    Optimizers make them in their first step, so one is taken, of zeros with zero gradients, and undone.
+    """
+    parameters = parameters_of(optimizer)
+    new = [p for p in parameters if not optimizer.state.get(p)]
+    if not new:
+        return
+    kept = {p: {k: _copied(v) for k, v in optimizer.state[p].items()} for p in parameters if optimizer.state.get(p)}
+    values = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        parameter.detach().zero_()  # weight decay would stand in the statistics
+        parameter.grad = torch.zeros_like(parameter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # bitsandbytes: paged statistics are not paged on a CPU
+        type(optimizer).step(optimizer)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    for parameter in new:
+        for name, value in optimizer.state[parameter].items():
+            if "step" in name:
+                optimizer.state[parameter][name] = torch.zeros_like(value) if torch.is_tensor(value) else 0
+    for parameter, state in kept.items():
+        optimizer.state[parameter] = state
+
+
+class SwarmStep(torch.optim.Optimizer):
+    """What a Trainer calls its optimizer: its parameters are those of the device, its step gives their gradients to the
+    swarm, its state is the swarm's.
+
+    :param shown: the Trainer's own, whose groups these are
+    :param count: -> (samples, weight, names of the samples) of the gradients at hand
+    """
+
+    def __init__(self, shown: torch.optim.Optimizer, swarm: SwarmOptimizer, count: Count):
+        self.shown, self.swarm, self._count = shown, swarm, count
+        super().__init__([{"params": group["params"]} for group in shown.param_groups], dict(shown.defaults))
+        self.param_groups = shown.param_groups
+
+    def step(self, closure=None) -> None:
+        samples, weight, names = self._count()
+        self.swarm.step(batch_size=samples, weight=weight, names=names)
+
+    @property
+    def behind(self) -> torch.optim.Optimizer:
+        """The one that steps, on the CPU."""
+        return self.swarm.state_averager.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.behind.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise RuntimeError("A state is loaded before the training begins.")

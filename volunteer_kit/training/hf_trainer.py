@@ -1,0 +1,246 @@
+"""`transformers.Trainer` over a swarm: one argument more, and what it calls a step is one of all peers together.
+
+    trainer = SwarmTrainer(model=model, train_dataset=data, args=SwarmTrainingArguments(
+        "out", max_steps=1000, hivemind_config={"dht": {}, "opt": {"run_id": "ours", "target_batch_size": 256}},
+    ))
+
+For a Trainer of another class (TRL's, or one's own): `trainer.add_callback(SwarmCallback(trainer, hivemind_config))`.
+
+`global_step`, `max_steps`, warm-up, `logging_steps`, `eval_steps` and `save_steps` count the swarm's steps, of
+target_batch_size samples each; `num_train_epochs` passes of all peers together over as much data as this one has.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import find_batch_size
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+except ImportError as e:
+    raise ImportError("SwarmTrainer needs transformers and accelerate: pip install 'volunteer-kit[hf]'") from e
+
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.options import StepReport
+from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config
+from volunteer_kit.training.hf_member import Member
+
+DATA_ORDERS = 2**20  # different ones for those who join
+
+
+@dataclass
+class SwarmTrainingArguments(TrainingArguments):
+    """TrainingArguments, and whom to train with.
+
+    :param hivemind_config: {"dht": arguments of hivemind.DHT, "opt": arguments of hivemind.Optimizer}
+    """
+
+    hivemind_config: dict | None = field(
+        default=None, metadata={"help": 'The swarm: {"dht": {...}, "opt": {"run_id": ..., "target_batch_size": ...}}'}
+    )
+
+
+class SwarmTrainer(Trainer):
+    """A Trainer whose steps are the swarm's. Without `hivemind_config` it is a plain Trainer."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        config = getattr(self.args, "hivemind_config", None)
+        if config is not None:
+            self.add_callback(SwarmCallback(self, config))
+
+
+class SwarmCallback(TrainerCallback):
+    """Makes a Trainer a member of a swarm, from the beginning of train() to its end.
+
+    Raises SwarmError for a configuration that cannot be.
+    """
+
+    def __init__(self, trainer: Trainer, hivemind_config: dict[str, Any]):
+        self.config: HivemindConfig = read_hivemind_config(hivemind_config)
+        refuse_other_ways(trainer)
+        self.trainer, self.member = trainer, None
+        self._at_hand: tuple[int, float, Sequence[Hashable]] = (0, 0.0, ())  # of the gradients: samples, weight, names
+        self._last_step = self._logged_at = self._local_steps = 0
+        self._all_local_steps = 0
+        self._kept: dict[str, Any] = {}  # of the arguments, while others stand in their place
+        _wrap(trainer, "train", self._train)
+        _wrap(trainer, "get_batch_samples", self._count)
+        _wrap(trainer, "set_initial_training_values", self._set_out)
+
+    # --- what the Trainer asks itself ---
+
+    def _train(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Whatever happens in it, this peer leaves the swarm at its end."""
+        try:
+            found = original(*args, **kwargs)
+            return found._replace(training_loss=found.metrics.get("train_loss", found.training_loss))
+        finally:
+            self._leave()
+            for name, value in self._kept.items():
+                setattr(self.trainer.args, name, value)
+            self._kept.clear()
+
+    def _count(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
+        """Samples of the next step of this peer, and what their loss is a mean over."""
+        batches, items = found = original(*args, **kwargs)
+        samples = sum(find_batch_size(batch) or 0 for batch in batches)
+        names = [name for batch in batches for name in self.names_of(batch)]
+        self._at_hand = samples, float(samples if items is None else items), names
+        return found
+
+    def names_of(self, batch: Any) -> Sequence[Hashable]:
+        """What the samples of a batch are called, in the reports of the steps that they enter. Seam; by default
+        nothing."""
+        return ()
+
+    def on_report(self, report: StepReport) -> None:
+        """Told of each of the swarm's steps that this peer took. Seam; by default nothing."""
+
+    def _set_out(self, original: Callable, args: TrainingArguments, dataloader: Any, *rest: Any) -> tuple:
+        """How long to train: by the swarm's steps, however often this peer goes through its data meanwhile."""
+        callbacks = self.trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(1, self)  # after the one that decides what is due, before those who tell it
+        epochs, *values, max_steps = original(args, dataloader, *rest)
+        if args.max_steps <= 0:
+            samples = self.trainer.num_examples(dataloader) * args.num_train_epochs
+            max_steps = max(1, math.ceil(samples / self.config.options.target_batch_size))
+        self._keep(args, "ignore_data_skip", True)  # a step of the swarm says nothing of how far we are in our data
+        return sys.maxsize, *values, max_steps
+
+    def _keep(self, args: TrainingArguments, name: str, value: Any) -> None:
+        self._kept.setdefault(name, getattr(args, name))
+        setattr(args, name, value)
+
+    # --- what it tells ---
+
+    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **_):
+        self._leave()  # an attempt that ran out of memory
+        self._refuse_a_batch_of_more_than_a_step(args)
+        self._keep(args, "max_grad_norm", 0.0)  # it is the swarm's gradient that is clipped
+        trainer = self.trainer
+        wrapped = trainer.optimizer
+        shown = wrapped.optimizer if isinstance(wrapped, AcceleratedOptimizer) else wrapped
+        member = Member(
+            self.config, model, shown, trainer.lr_scheduler, lambda: self._at_hand,
+            max_grad_norm=self._kept["max_grad_norm"], max_steps=state.max_steps, epoch=state.global_step,
+            schedule=str(args.lr_scheduler_type), on_report=self.on_report,
+        )  # fmt: skip
+        member.start()
+        self.member = member
+        ours = AcceleratedOptimizer(member.step, device_placement=False, scaler=trainer.accelerator.scaler)
+        own = trainer.accelerator._optimizers
+        own[:] = [ours if one is wrapped else one for one in own] or [ours]
+        trainer.optimizer = trainer.callback_handler.optimizer = ours
+        self._logged_at = state.global_step  # what the Trainer thinks: it divides by steps since then
+        self._last_step = state.global_step = self.member.epoch
+        self._local_steps = self._all_local_steps = 0
+        if self.config.peer.initial_peers:
+            self._read_in_another_order(train_dataloader, args.seed)
+
+    def _refuse_a_batch_of_more_than_a_step(self, args: TrainingArguments) -> None:
+        own = args.train_batch_size * args.gradient_accumulation_steps
+        target = self.config.options.target_batch_size
+        if own > target:
+            raise SwarmError(
+                f"This peer's batch is {own} samples ({args.train_batch_size} x {args.gradient_accumulation_steps} "
+                f"accumulated), and target_batch_size of all peers together is {target}.\n"
+                f"1. Set target_batch_size to {own} or more; the same on all peers.\n"
+                "2. Or lower per_device_train_batch_size or gradient_accumulation_steps here.",
+                kind="bad_config",
+            )
+
+    def _read_in_another_order(self, dataloader: Any, seed: int) -> None:
+        """Those who join read other samples first than those who are there; whoever is alone is as a plain Trainer."""
+        offset = 1 + int.from_bytes(self.member.peer.peer_id.to_bytes()[-4:], "big") % DATA_ORDERS
+        torch.manual_seed(seed + offset)
+        if hasattr(dataloader, "set_epoch"):
+            _wrap(dataloader, "set_epoch", lambda original, epoch: original(epoch + offset))
+
+    def on_optimizer_step(self, args, state, control, **_):
+        self._local_steps += 1
+        self._all_local_steps += 1
+        state.global_step = self.member.epoch - 1  # the Trainer adds one
+        self.trainer.optimizer._is_overflow = True  # the schedule goes by the swarm's steps, and is not the Trainer's
+
+    def on_step_end(self, args, state, control, **_):
+        before, now = self._last_step, state.global_step
+        self._last_step = now
+        if now == before:
+            control.should_log = control.should_evaluate = control.should_save = False
+        elif now > before + 1:  # caught up with others
+            control.should_log |= _is_due(args.logging_strategy, state.logging_steps, before, now)
+            control.should_save |= _is_due(args.save_strategy, state.save_steps, before, now)
+            if now > (args.eval_delay or 0):
+                control.should_evaluate |= _is_due(args.eval_strategy, state.eval_steps, before, now)
+        self.member.take_reports()
+        if control.should_evaluate or control.should_save:
+            self.member.finish_updates()
+
+    def on_epoch_end(self, args, state, control, **_):
+        if control.should_training_stop:
+            self.member.settle()
+            self.member.take_reports()
+            state.global_step = max(state.global_step, min(self.member.epoch, state.max_steps))
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if self.member is None or logs is None:
+            return
+        shown: dict[str, float] = {}
+        if "loss" in logs:
+            shown = self.member.figures()
+            if self._local_steps:  # the Trainer has divided by the swarm's steps
+                shown["loss"] = logs["loss"] * max(1, state.global_step - self._logged_at) / self._local_steps
+                self.member.loss = shown["loss"] if 0 <= shown["loss"] < math.inf else None
+            self._local_steps, self._logged_at = 0, state.global_step
+        elif "train_loss" in logs and self._all_local_steps:
+            divisor = state.global_step - getattr(self.trainer, "_initial_global_step", 0)  # transformers 4 has none
+            shown["train_loss"] = logs["train_loss"] * max(divisor, 0.001) / self._all_local_steps
+        logs |= shown
+        if state.log_history:
+            state.log_history[-1] |= shown
+
+    def on_train_end(self, args, state, control, **_):
+        self.member.linger()
+        self._leave()
+
+    def _leave(self) -> None:
+        member, self.member = self.member, None
+        if member is not None:
+            member.close()
+            self.trainer.optimizer = self.trainer.callback_handler.optimizer = member.step.shown
+
+
+def refuse_other_ways(trainer: Trainer) -> None:
+    """Raises SwarmError where the Trainer is told to share the work in another way already."""
+    for name, is_asked in (("DeepSpeed", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if is_asked:
+            raise SwarmError(
+                f"{name} and hivemind_config are both asked for: each divides the training in its own way.\n"
+                f"1. Leave {name} out of the arguments, or\n2. leave hivemind_config out.",
+                kind="bad_config",
+            )
+    if trainer.args.n_gpu > 1 or trainer.args.world_size > 1:
+        raise SwarmError(
+            "A peer trains on one GPU, and here are more.\n"
+            "1. Start one peer for each: CUDA_VISIBLE_DEVICES=0 python train.py, CUDA_VISIBLE_DEVICES=1 python ...\n"
+            "2. From the second on, give them the first one's initial_peers.",
+            kind="bad_config",
+        )
+
+
+def _is_due(strategy: Any, every: int, before: int, now: int) -> bool:
+    return str(getattr(strategy, "value", strategy)) == "steps" and every > 0 and now // every > before // every
+
+
+def _wrap(owner: Any, name: str, around: Callable) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
