@@ -136,7 +136,7 @@ class SwarmOptimizer(FollowingOptimizer):
 
     def _make_gradient_averager(self, factory, **kwargs) -> SwarmGradientAverager:
         # a fast peer may pass the target while others are at their last microbatch, hence more than one target
-        options = self._averager_options(2.0 * self.target_batch_size * self.options.max_weight_per_sample)
+        options = self._averager_options(max_weight=2.0 * self.target_batch_size)
         return super()._make_gradient_averager(
             lambda **hivemind_kwargs: SwarmGradientAverager(
                 **{**hivemind_kwargs, **options, "allow_state_sharing": False}
@@ -182,7 +182,7 @@ class SwarmOptimizer(FollowingOptimizer):
         the swarm has target_batch_size samples, average and take the global step. :returns: False if they were not
         finite.
 
-        :param weight: what they are the mean over, if not over samples
+        :param weight: what they are the mean over, if not over samples; at most 1 a sample, or others take it for a lie
         """
         self._microbatch = {"grad_scale": grad_scale, "names": names, "weight": weight}
         self._taken, self.only_accumulated = True, True

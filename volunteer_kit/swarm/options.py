@@ -14,7 +14,6 @@ class SwarmOptions:
 
     :param run_key: prefix of all DHT keys: run id and fingerprint, so that peers of different runs never meet
     :param target_batch_size: samples of one epoch, swarm-wide
-    :param max_weight_per_sample: more than 1 where gradients are means over other things than samples, as words
     :param matchmaking_time: s to wait for others before a round; the larger the slower the slowest line. Raise it when
         rounds have fewer members than the swarm
     :param averaging_timeout: s after which a round is given up; twice what a round takes
@@ -37,7 +36,6 @@ class SwarmOptions:
 
     run_key: str
     target_batch_size: int
-    max_weight_per_sample: float = 1.0
     matchmaking_time: float = 15.0
     averaging_timeout: float = 180.0
     allreduce_timeout: float = 60.0

@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 from hivemind import DHT
@@ -23,6 +23,12 @@ from volunteer_kit.swarm.codec import CODECS
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig
+
+if TYPE_CHECKING:
+    from volunteer_kit.swarm.admission import Admission
+    from volunteer_kit.swarm.optimizer import SwarmOptimizer
+    from volunteer_kit.swarm.peer import Peer
+    from volunteer_kit.swarm.records import PeerBoard
 
 OWN_OF_PEER = {field.name for field in fields(PeerConfig)}
 NOT_OURS = {"p2p", "node_id", "validate", "strict"}  # a DHT of the kit's own would not stand them
@@ -51,6 +57,23 @@ WHY_NOT = {
 REFUSED = ("use_local_updates", "auxiliary", "extra_tensors", "average_opt_statistics")
 
 
+class Door(Protocol):
+    """Of a run from a file, whose authority lets peers in. Called in this order, from the beginning of training on."""
+
+    fingerprint: str  # the run's
+
+    def ask(self) -> Admission: ...
+
+    def keep(self, peer: Peer) -> None: ...
+
+    def enter(self, optimizer: SwarmOptimizer, board: PeerBoard) -> None: ...
+
+    @property
+    def why_sent_away(self) -> str | None: ...
+
+    def leave(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class HivemindConfig:
     """What a Trainer was told of its swarm.
@@ -62,6 +85,8 @@ class HivemindConfig:
     peer: PeerConfig
     options: SwarmOptions  # its run_key is the run_id alone, until the model is known
     name: str = "trainer"  # of this peer, for the others
+    longest: int | None = None  # words of a full sample; None: what the model can read
+    door: Door | None = None  # of a run from a file; options.run_key is the run's then
     words: tuple[str, ...] = ()
 
 

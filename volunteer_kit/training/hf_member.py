@@ -27,7 +27,7 @@ JOIN_PATIENCE = 60.0  # s for a first donor of the state
 LINGER = 60.0  # s at the end in which others may still take our state
 RECORD_EVERY = 15.0  # s
 ALL_TRAINERS = "trainers"  # the board on which each says which run it trains
-MAX_ITEMS = 2**17  # words a sample, where the model does not say
+LONGEST = 2**17  # words of a sample, where the model does not say
 
 
 class Member:
@@ -89,14 +89,23 @@ class Member:
         self.last: StepReport | None = None
         self.samples, self.loss = 0, None  # of ours that are in the model; ours, as last logged
         self.swarm_loss: float | None = None
-        self._began, self._cut_off = time.monotonic(), None
-        self._closing = threading.Event()
+        self._cut_off: str | None = None
+        self._closing, self._news = threading.Event(), threading.Event()
         self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
 
     @property
     def fingerprint(self) -> str:
+        if self.config.door is not None:
+            return self.config.door.fingerprint
         text = json.dumps(self._description, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def longest(self) -> int:
+        """Words of a full sample. What a loss is a mean over is counted in these: nobody has more of them than
+        samples."""
+        about = getattr(self.model, "config", None)
+        return self.config.longest or getattr(about, "max_position_embeddings", None) or LONGEST
 
     @property
     def epoch(self) -> int:
@@ -110,16 +119,20 @@ class Member:
             print(word)
         interrupt = signal.getsignal(signal.SIGINT) if _in_main_thread() else None
         try:
-            self.peer = start_peer(self.config.peer)
+            door = self.config.door
+            self.peer = start_peer(self.config.peer, door.ask() if door is not None else None)
             print(invitation(self.peer.visible_maddrs()), flush=True)
             self.board = PeerBoard(self.peer.dht, self.config.run_id)
             self._trainers = PeerBoard(self.peer.dht, ALL_TRAINERS)
+            if door is not None:
+                door.keep(self.peer)
             self._check_same_run()
             self.swarm = self._make_optimizer()
+            if door is not None:
+                door.enter(self.swarm, self.board)
             self.step = SwarmStep(self._shown, self.swarm, self._count)
             self._adopt_schedule()
             self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
-            self._began = time.monotonic()
             self._recording.start()
         except BaseException:
             self.close()
@@ -150,11 +163,13 @@ class Member:
         return [record for peer, record in board.fetch().items() if peer != self.peer.peer_id]
 
     def _make_optimizer(self) -> SwarmOptimizer:
-        longest = getattr(getattr(self.model, "config", None), "max_position_embeddings", None) or MAX_ITEMS
-        key = f"{self.config.run_id}-{self.fingerprint[:16]}".replace(".", "-")  # hivemind's keys may hold no dots
+        options = self.config.options
+        if self.config.door is None:
+            key = f"{self.config.run_id}-{self.fingerprint[:16]}".replace(".", "-")  # hivemind's keys may hold no dots
+            options = replace(options, run_key=key)
         swarm = SwarmOptimizer(
             peer=self.peer,
-            options=replace(self.config.options, run_key=key, max_weight_per_sample=float(longest)),
+            options=options,
             params=[{**group} for group in self._shown.param_groups],
             optimizer=lambda groups: moved(self._shown, groups, self.clip),
         )
@@ -171,6 +186,11 @@ class Member:
         averager._update_scheduler()
 
     # --- being here ---
+
+    @property
+    def why_sent_away(self) -> str | None:
+        """The authority's reason, once it will have us no longer."""
+        return self.config.door.why_sent_away if self.config.door is not None else None
 
     def finish_updates(self) -> None:
         """What runs in the background is done, and in the model."""
@@ -193,6 +213,8 @@ class Member:
         """What became of our last steps, and of our line, in words where somebody has to know."""
         while self.swarm.reports:
             self.last = self.swarm.reports.popleft()
+            if self.samples == 0:  # whoever signs for us has to know how fast we are
+                self._news.set()
             self.samples += self.last.counted
             self._on_report(self.last)
         if self.swarm.cut_off != self._cut_off:
@@ -207,7 +229,8 @@ class Member:
                 self.board.publish(self._record(self.config.name))
                 self._trainers.publish(self._record(self.config.run_id[:64]))
                 self._look_at_losses(self.board.fetch())
-            self._closing.wait(RECORD_EVERY)
+            self._news.wait(RECORD_EVERY)
+            self._news.clear()
 
     def _look_at_losses(self, records: Mapping[PeerID, PeerRecord]) -> None:
         same = [one.loss for one in records.values() if one.fingerprint == self.fingerprint and one.loss is not None]
@@ -222,7 +245,7 @@ class Member:
             device=device_name(device)[:64],
             epoch=self.swarm.local_epoch,
             total_samples=self.samples,
-            samples_per_second=self.samples / max(1.0, time.monotonic() - self._began),
+            samples_per_second=self.step.samples_per_second,
             loss=self.loss,
             client_mode=self.peer.client_mode,
         )
@@ -246,6 +269,7 @@ class Member:
     def close(self) -> None:
         """Leave; the Trainer's optimizer gets its statistics back."""
         self._closing.set()
+        self._news.set()
         if self._recording.is_alive():
             self._recording.join(timeout=10.0)  # it must not talk to a DHT that has ended
         if self.swarm is not None:
@@ -259,6 +283,8 @@ class Member:
             for board in (self.board, self._trainers):
                 board.publish(None)
             self.swarm.shutdown()
+        if self.config.door is not None:
+            self.config.door.leave()
         if self.peer is not None:
             self.peer.shutdown()
         self.swarm = self.peer = None

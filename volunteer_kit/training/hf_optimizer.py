@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import types
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 
+LATELY = 10  # steps of a device that its speed is measured over
 Count = Callable[[], tuple[int, float, Sequence[Hashable]]]
 
 
@@ -127,12 +129,23 @@ class SwarmStep(torch.optim.Optimizer):
 
     def __init__(self, shown: torch.optim.Optimizer, swarm: SwarmOptimizer, count: Count):
         self.shown, self.swarm, self._count = shown, swarm, count
+        self._lately: deque[tuple[int, float]] = deque(maxlen=LATELY)  # samples, s of the device
+        self._left_at: float | None = None
         super().__init__([{"params": group["params"]} for group in shown.param_groups], dict(shown.defaults))
         self.param_groups = shown.param_groups
 
     def step(self, closure=None) -> None:
         samples, weight, names = self._count()
+        if self._left_at is not None:
+            self._lately.append((samples, time.monotonic() - self._left_at))
         self.swarm.step(batch_size=samples, weight=weight, names=names)
+        self._left_at = time.monotonic()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of this device, over its last steps; averaging not counted."""
+        seconds = sum(seconds for _, seconds in self._lately)
+        return sum(samples for samples, _ in self._lately) / seconds if seconds else 0.0
 
     @property
     def behind(self) -> torch.optim.Optimizer:

@@ -63,8 +63,9 @@ class SwarmCallback(TrainerCallback):
     Raises SwarmError for a configuration that cannot be.
     """
 
-    def __init__(self, trainer: Trainer, hivemind_config: dict[str, Any]):
-        self.config: HivemindConfig = read_hivemind_config(hivemind_config)
+    def __init__(self, trainer: Trainer, hivemind_config: dict[str, Any] | HivemindConfig):
+        is_read = isinstance(hivemind_config, HivemindConfig)
+        self.config: HivemindConfig = hivemind_config if is_read else read_hivemind_config(hivemind_config)
         refuse_other_ways(trainer)
         self.trainer, self.member = trainer, None
         self._at_hand: tuple[int, float, Sequence[Hashable]] = (0, 0.0, ())  # of the gradients: samples, weight, names
@@ -93,7 +94,7 @@ class SwarmCallback(TrainerCallback):
         batches, items = found = original(*args, **kwargs)
         samples = sum(find_batch_size(batch) or 0 for batch in batches)
         names = [name for batch in batches for name in self.names_of(batch)]
-        self._at_hand = samples, float(samples if items is None else items), names
+        self._at_hand = samples, float(samples if items is None else items / self.member.longest), names
         return found
 
     def names_of(self, batch: Any) -> Sequence[Hashable]:
@@ -182,6 +183,9 @@ class SwarmCallback(TrainerCallback):
             if now > (args.eval_delay or 0):
                 control.should_evaluate |= _is_due(args.eval_strategy, state.eval_steps, before, now)
         self.member.take_reports()
+        if self.member.why_sent_away is not None:
+            print(self.member.why_sent_away)
+            control.should_training_stop = True
         if control.should_evaluate or control.should_save:
             self.member.finish_updates()
 
