@@ -153,6 +153,7 @@ def write_run(folder: Path, authority: dict | None, **changes: Any) -> dict:
     """The demo's file, smaller; with this authority."""
     run = yaml.safe_load(find_run_file("demo").read_text())
     run |= {**SMALLER, **changes, **({"authority": authority} if authority else {})}
+    run = {name: value for name, value in run.items() if value is not None}
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     return run
 

@@ -3,6 +3,7 @@
     from volunteer_kit import join_swarm, run_demo
     run_demo(minutes=4.5)                                # a whole swarm on this machine
     join_swarm("org/name")                               # lend this machine to a run
+    SwarmTrainer(..., args=SwarmTrainingArguments(..., hivemind_config={...}))   # fine-tune with others
 
 Exceptions, each with a message that says what happened and what to do:
 
@@ -48,6 +49,7 @@ _HOMES = {
     "SwarmTrainer": "training.hf_trainer",
     "SwarmTrainingArguments": "training.hf_trainer",
     "SwarmCallback": "training.hf_trainer",
+    "swarm_trainer": "finetune",
     "Supervisor": "supervisor",
     "RunError": "run_reader",
     "ConvertError": "convert",

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from volunteer_kit.run_tokenizers import build_tokenizers
-from volunteer_kit.runs import RunConfig, RunError, build_model, load_run
+from volunteer_kit.runs import RunConfig, RunError, build_model, load_run, require_pictures
 
 CELL = 192  # pixels of one picture in the grid, whatever its own size
 AT_ONCE = 32  # captions in one batch, fewer where their keys and values would take more than
@@ -53,6 +53,7 @@ def generate_images(
     if not captions:
         raise RunError('There is no caption to draw.\n1. Give one: volunteer-kit generate "a large red circle ..."')
     config = run if isinstance(run, RunConfig) else load_run(run)
+    require_pictures(config)
     found = _open(Path(checkpoint))
     model, tokenizers = build_model(config), build_tokenizers(config)
     try:

@@ -1,5 +1,6 @@
 """A run: what every peer must share, read from one YAML file, and the parts composed from it.
 
+A run trains the kit's own text-to-image model, or is a fine-tune of a language model (FineTuneConfig).
 `load_run("demo")` reads volunteer_kit/run_files/demo.yaml; a path works as well, and so does a Hub
 repository, `org/name`, with a run.yaml. What each machine chooses for itself is the DevicePlan of device/.
 """
@@ -20,6 +21,7 @@ from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.shards import expand_shards
 from volunteer_kit.data.stream import SampleStream, open_stream
 from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
+from volunteer_kit.model.transformers_model import TransformersConfig, build_transformers, shapes_of
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
 from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
 from volunteer_kit.run_sections import AuthorityConfig, SwarmConfig
@@ -95,15 +97,39 @@ class RunConfig(BaseModel):
             "protocol": PROTOCOL_VERSION,
             "seed": self.seed,
             "model": self.model.model_dump(mode="json"),
-            "image_tokenizer": image_identity(self.image_tokenizer),
-            "text_tokenizer": text_identity(self.text_tokenizer),
-            "data": self.data.model_dump(mode="json", exclude=set(DataConfig.LOCAL)),
             "optimizer": self.optimizer.model_dump(mode="json"),
             "target_batch_size": self.target_batch_size,
             "swarm": self.swarm.model_dump(mode="json", include=_AVERAGING_FIELDS),
+            **self._samples(),
         }
         text = json.dumps(shared, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _samples(self) -> dict[str, Any]:
+        return {
+            "image_tokenizer": image_identity(self.image_tokenizer),
+            "text_tokenizer": text_identity(self.text_tokenizer),
+            "data": self.data.model_dump(mode="json", exclude=set(DataConfig.LOCAL)),
+        }
+
+
+class FineTuneConfig(RunConfig):
+    """A run that fine-tunes a model of transformers. Its data are each peer's own, and its door is Python's:
+    finetune.swarm_trainer. Authority, monitor and dashboard serve it as they serve the others."""
+
+    model: TransformersConfig
+    image_tokenizer: None = None
+    text_tokenizer: None = None
+    data: None = None
+    captions: tuple[Caption, ...] = Field((), max_length=0)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        return value
+
+    def _samples(self) -> dict[str, Any]:
+        return {}
 
 
 _AVERAGING_FIELDS = {
@@ -127,11 +153,14 @@ def load_run(source: str | Path | dict[str, Any]) -> RunConfig:
 
 def checked(run: RunText) -> RunConfig:
     """What a parsed file says. Raises RunError, with the lines of its mistakes."""
+    model = run.values.get("model")
+    is_fine_tune = isinstance(model, dict) and bool({"transformers", "config"} & model.keys())
+    kind = FineTuneConfig if is_fine_tune else RunConfig
     try:
-        config = RunConfig.model_validate(run.values)
+        config = kind.model_validate(run.values)
     except ValidationError as error:
-        raise explain(error, run, RunConfig) from None
-    if mistakes := tokenizer_mistakes(config):
+        raise explain(error, run, kind) from None
+    if not is_fine_tune and (mistakes := tokenizer_mistakes(config)):
         raise run.error(mistakes)
     return config
 
@@ -140,6 +169,7 @@ def with_data(config: RunConfig, shards: str | Sequence[str] | None) -> RunConfi
     """The same run with this machine's shards; its fingerprint stays. RunError if it reads none."""
     if not shards:
         return config
+    require_pictures(config)
     if config.data.kind not in ("shards", "codes"):
         its_own = "makes its own data" if config.data.kind == "scenes" else f"reads {config.data.dataset} from the Hub"
         raise RunError(
@@ -152,6 +182,7 @@ def with_data(config: RunConfig, shards: str | Sequence[str] | None) -> RunConfi
 
 def require_data(config: RunConfig) -> None:
     """Raises RunError when the run reads shards and nobody said where they are."""
+    require_pictures(config)
     if config.data.kind in ("shards", "codes") and not config.data.shards:
         what, by = ("image", "img2dataset") if config.data.kind == "shards" else ("code", "volunteer-kit encode")
         raise RunError(
@@ -161,10 +192,22 @@ def require_data(config: RunConfig) -> None:
         )
 
 
+def require_pictures(config: RunConfig) -> None:
+    """Raises RunError for a run that is no text-to-image model's."""
+    if isinstance(config, FineTuneConfig):
+        raise RunError(
+            f"The run {config.run_id!r} fine-tunes a language model, each peer on data of its own: it is joined from "
+            "Python.\n1. from volunteer_kit import swarm_trainer\n"
+            "   swarm_trainer(RUN, train_dataset=YOURS).train()\n"
+            "2. notebooks/finetune_with_trainer.ipynb shows it step by step."
+        )
+
+
 def require_ready(config: RunConfig, draws: bool = False, max_mbps: float | None = None) -> None:
     """Raises RunError or DataError when this machine cannot begin the run as it stands, before anything starts.
     `draws`: it will make pictures too, for which a run that reads codes needs more than for training. `max_mbps`: what
     its line may be used for."""
+    require_pictures(config)
     if max_mbps is not None and max_mbps < (least := least_mbps(config)):
         raise RunError(
             f"max_mbps is {max_mbps:g}, and the run {config.run_id!r} needs {least:.2g}: gradients would take longer "
@@ -183,8 +226,11 @@ def run_key_of(config: RunConfig) -> str:
     return f"{config.run_id}-{config.fingerprint[:16]}".replace(".", "-")  # hivemind's keys may hold no dots
 
 
-def build_model(config: RunConfig) -> Dalle:
-    """The run's model, with the same initial weights on every machine. Raises MissingDependency."""
+def build_model(config: RunConfig) -> torch.nn.Module:
+    """The run's model, with the same initial weights on every machine; beside the adapters of a fine-tune its base has
+    shapes only. Raises MissingDependency."""
+    if isinstance(config, FineTuneConfig):
+        return build_transformers(config.model, config.seed, weights=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return Dalle(config.model)
@@ -192,6 +238,8 @@ def build_model(config: RunConfig) -> Dalle:
 
 def parameters_of(config: RunConfig) -> int:
     """How many numbers the run's model learns; takes no memory."""
+    if isinstance(config, FineTuneConfig):
+        return sum(p.numel() for p in shapes_of(config.model).parameters() if p.requires_grad)
     with torch.device("meta"):
         return Dalle(config.model).num_parameters()
 

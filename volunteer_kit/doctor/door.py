@@ -132,6 +132,8 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
 
 
 def _reads_from_hub(config: Any) -> bool:
+    if config.data is None:  # a fine-tune; its base is the Hub's, unless it is a folder of this machine
+        return config.model.transformers is not None and not Path(config.model.transformers).is_dir()
     return config.data.kind == "hub" or config.text_tokenizer.startswith("hub:")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from volunteer_kit.runs import RunConfig, parameters_of
+from volunteer_kit.monitor import fine_tune_card
+from volunteer_kit.runs import FineTuneConfig, RunConfig, parameters_of
 from volunteer_kit.widgets.words import plain
 
 LEADERS = 50  # names on the card
@@ -35,9 +36,7 @@ def model_card(
         _front(config),
         f"# {_text(config.run_id)}, step {epoch:,}\n\n{_text(config.description)}" if config.description else
         f"# {_text(config.run_id)}, step {epoch:,}",
-        "A text-to-image transformer that volunteers trained together over the internet, with "
-        "[hivemind](https://github.com/learning-at-home/hivemind) and volunteer-kit. It reads a caption and writes "
-        "image codes, one after another; an image tokenizer turns them into pixels.",
+        _what(config),
         _shown(pictures),
         _use(config, repo),
         _how(config, epoch, history, now),
@@ -47,8 +46,23 @@ def model_card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _what(config: RunConfig) -> str:
+    together = (
+        "that volunteers trained together over the internet, with "
+        "[hivemind](https://github.com/learning-at-home/hivemind) and volunteer-kit."
+    )
+    if isinstance(config, FineTuneConfig):
+        return f"{fine_tune_card.what(config.model)} {together}"
+    return (
+        f"A text-to-image transformer {together} It reads a caption and writes image codes, one after another; an "
+        "image tokenizer turns them into pixels."
+    )
+
+
 def _front(config: RunConfig) -> str:
     """What the Hub reads. No licence is claimed for others' data: the run's host adds what holds."""
+    if isinstance(config, FineTuneConfig):
+        return fine_tune_card.front(config.model)
     lines = ["---", "library_name: volunteer-kit", "pipeline_tag: text-to-image", "tags:", "- hivemind",
              "- collaborative-training"]  # fmt: skip
     if config.data.dataset:
@@ -67,6 +81,8 @@ def _shown(pictures: Sequence[tuple[str, str]]) -> str:
 
 
 def _use(config: RunConfig, repo: str) -> str:
+    if isinstance(config, FineTuneConfig):
+        return fine_tune_card.use(config.model, repo)
     caption = config.captions[0] if config.captions else "a caption of yours"
     return (
         "## How to draw with it\n\n```bash\npip install volunteer-kit\n"
@@ -78,14 +94,10 @@ def _use(config: RunConfig, repo: str) -> str:
 
 
 def _how(config: RunConfig, epoch: int, history: Sequence[Mapping[str, Any]], now: float | None) -> str:
-    model, optimizer = config.model, config.optimizer
-    day = time.strftime("%Y-%m-%d", time.gmtime(now))
+    optimizer, day = config.optimizer, time.strftime("%Y-%m-%d", time.gmtime(now))
     rows = [
         ("Parameters", f"{parameters_of(config):,}"),
-        ("Layers", f"{model.depth}, {model.dim} wide, {model.heads} heads"),
-        ("Caption", f"{model.text_seq_len} tokens ({_text(config.text_tokenizer)})"),
-        ("Image", f"{model.image_fmap_size} × {model.image_fmap_size} codes of {model.num_image_tokens:,} "
-                  f"({_text(config.image_tokenizer)})"),
+        *(fine_tune_card.rows(config.model) if isinstance(config, FineTuneConfig) else _sizes(config)),
         ("Optimizer", f"LAMB, learning rate {optimizer.lr:g}, {optimizer.warmup_epochs:,} steps of warm-up"),
         ("Step", f"{config.target_batch_size:,} samples of all volunteers together"),
         ("Steps so far", f"{epoch:,} of {optimizer.total_epochs:,}, on {day}"),
@@ -100,7 +112,19 @@ def _how(config: RunConfig, epoch: int, history: Sequence[Mapping[str, Any]], no
     return f"## How it was trained\n\n{table}\n\n{curve}### Data\n\n{_data(config)}"
 
 
+def _sizes(config: RunConfig) -> list[tuple[str, str]]:
+    model = config.model
+    return [
+        ("Layers", f"{model.depth}, {model.dim} wide, {model.heads} heads"),
+        ("Caption", f"{model.text_seq_len} tokens ({_text(config.text_tokenizer)})"),
+        ("Image", f"{model.image_fmap_size} × {model.image_fmap_size} codes of {model.num_image_tokens:,} "
+                  f"({_text(config.image_tokenizer)})"),
+    ]  # fmt: skip
+
+
 def _data(config: RunConfig) -> str:
+    if isinstance(config, FineTuneConfig):
+        return fine_tune_card.DATA
     data = config.data
     if data.kind == "scenes":
         return "Coloured shapes with captions, drawn by volunteer-kit itself: nobody else has rights in them."
@@ -135,11 +159,15 @@ def _who(leaders: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limits(config: RunConfig) -> str:
-    text = (
+    is_fine_tune = isinstance(config, FineTuneConfig)
+    text = fine_tune_card.LIMITS if is_fine_tune else (
         "It draws what its data showed, faults and prejudices too, and reads only the language of its captions. "
-        "Numbers, places of things and writing in pictures are mostly wrong. It was trained by strangers: states were "
-        "signed, checked and rolled back where they were ruined, but nobody can promise that no volunteer has taught "
-        "it something in secret. Judge its pictures before you show them to others."
+        "Numbers, places of things and writing in pictures are mostly wrong."
+    )  # fmt: skip
+    text += (
+        " It was trained by strangers: states were signed, checked and rolled back where they were ruined, but nobody "
+        "can promise that no volunteer has taught it something in secret. Judge "
+        f"{'what it says' if is_fine_tune else 'its pictures'} before you show it to others."
     )
     help_line = f"\n\nThe run's host: <{config.help_url}>" if config.help_url else ""
     return f"## Limits\n\n{text}{help_line}"

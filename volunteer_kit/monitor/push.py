@@ -16,8 +16,11 @@ from volunteer_kit.monitor.chore import do_chore
 def push(task: dict[str, Any]) -> dict[str, Any]:
     from huggingface_hub import CommitOperationAdd, HfApi
 
+    from volunteer_kit.checkpoint import load_checkpoint
+    from volunteer_kit.model.transformers_model import save_pretrained
+    from volunteer_kit.monitor import fine_tune_card
     from volunteer_kit.monitor.card import CURVE, draw_curve, model_card
-    from volunteer_kit.runs import load_run
+    from volunteer_kit.runs import FineTuneConfig, load_run
 
     run, epoch, checkpoint = load_run(task["run"]), task["epoch"], Path(task["checkpoint"])
     api = HfApi(token=task["token"] or None)
@@ -26,6 +29,10 @@ def push(task: dict[str, Any]) -> dict[str, Any]:
         folder = Path(scratch)
         files = {path.name: path for path in checkpoint.iterdir() if path.is_file()}
         files["run.yaml"] = _run_file(task["run"], folder / "run.yaml")
+        if isinstance(run, FineTuneConfig):
+            found = load_checkpoint(checkpoint, fingerprint=run.fingerprint)
+            made = save_pretrained(run.model, found.model, folder / "model")
+            files |= {fine_tune_card.place_of(name, run.model): path for name, path in made.items()}
         if curve := draw_curve(task["history"], folder / CURVE, f"{run.run_id}: loss by step {epoch:,}"):
             files[CURVE] = curve
         shown = []

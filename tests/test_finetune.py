@@ -1,0 +1,202 @@
+"""Fine-tunes from a run file: the file, the model that it means, and a run with authority and monitor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from benchmarks.trainer_parts.material import SHORTEST
+from tests.local_authority import add_person
+from tests.local_swarm import LocalPeer
+from tests.monitored import monitored
+from volunteer_kit.model.transformers_model import (
+    LoraSettings,
+    TransformersConfig,
+    build_transformers,
+    save_pretrained,
+    shapes_of,
+)
+from volunteer_kit.monitor.card import model_card
+from volunteer_kit.runs import (
+    FineTuneConfig,
+    RunError,
+    build_model,
+    load_run,
+    parameters_of,
+    require_ready,
+    with_data,
+)
+
+TINY = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+MODEL = {"config": TINY, "lora": {"r": 4}, "max_length": 48}
+RUN = {
+    "run_id": "ours", "model": MODEL, "target_batch_size": 64,
+    "optimizer": {"lr": 0.02, "warmup_epochs": 2, "total_epochs": 60},
+}  # fmt: skip
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# --- the model ---
+
+
+def test_adapters_beside_a_base_of_shapes_are_those_beside_a_real_one():
+    """The monitor holds no base, and all begin alike."""
+    config = TransformersConfig.model_validate(MODEL)
+    real, shapes = trained(build_transformers(config, 3)), trained(build_transformers(config, 3, weights=False))
+    assert list(real) == list(shapes) and all(torch.equal(real[name], shapes[name]) for name in real)
+    assert any(tensor.abs().sum() > 0 for tensor in real.values())
+    other = trained(build_transformers(config, 4))
+    assert not all(torch.equal(real[name], other[name]) for name in real), "the seed is the run's"
+    base = [p for p in build_transformers(config, 3, weights=False).parameters() if not p.requires_grad]
+    assert base and all(p.is_meta for p in base)
+
+
+def test_a_quantized_base_begins_with_the_same_adapters(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    build_transformers(TransformersConfig(config=TINY), 0).save_pretrained(tmp_path / "base")
+    config = TransformersConfig(transformers=str(tmp_path / "base"), lora=LoraSettings(r=4))
+    quantized = build_transformers(config, 3, quantization="4bit")
+    assert any(type(p).__name__ == "Params4bit" for p in quantized.parameters())
+    ours, theirs = trained(quantized), trained(build_transformers(config, 3, weights=False))
+    assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(ValueError, match="quantized model cannot be trained"):
+        build_transformers(TransformersConfig(config=TINY), 0, quantization="4bit")
+
+
+@pytest.mark.parametrize("lora", [LoraSettings(r=4), None])
+def test_what_is_saved_is_loaded_by_those_who_use_it(tmp_path, lora):
+    config = TransformersConfig(config=TINY, lora=lora)
+    model = build_transformers(config, 3)
+    with torch.no_grad():
+        for tensor in trained(model).values():
+            tensor.add_(0.1)
+    files = save_pretrained(config, trained(model), tmp_path / "saved")
+    words = torch.arange(12)[None]
+    if lora is None:
+        from transformers import AutoModelForCausalLM
+
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    else:
+        from peft import PeftModel
+
+        assert set(files) == {"adapter_config.json", "adapter_model.safetensors"}
+        base = build_transformers(TransformersConfig(config=TINY), 3)
+        again = PeftModel.from_pretrained(base, tmp_path / "saved")
+    torch.testing.assert_close(again(words).logits, model.eval()(words).logits)
+
+
+# --- the file ---
+
+
+def test_a_run_file_of_a_fine_tune(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    run = load_run(path)
+    assert isinstance(run, FineTuneConfig) and run.model.lora.r == 4 and run.data is None
+    again = load_run(run.model_dump(mode="json"))
+    assert again == run and again.fingerprint == run.fingerprint
+    adapters = sum(p.numel() for p in trained(build_model(run)).values())
+    assert parameters_of(run) == adapters < sum(p.numel() for p in shapes_of(run.model).parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        ({"model": {**MODEL, "lora": {"r": 8}}}, True),
+        ({"model": {**MODEL, "max_length": 32}}, True),
+        ({"seed": 1}, True),
+        ({"target_batch_size": 32}, True),
+        ({"swarm": {"grad_compression": "none"}}, True),
+        ({"description": "words"}, False),
+        ({"initial_peers": ["/ip4/1.2.3.4/tcp/1/p2p/QmA"]}, False),
+    ],
+)
+def test_what_must_be_equal_is_in_the_fingerprint(change, is_another):
+    assert (load_run({**RUN, **change}).fingerprint != load_run(RUN).fingerprint) is is_another
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": {**MODEL, "transformers": "org/name"}}, ["either transformers", "or config"]),
+        ({"model": {**MODEL, "loras": {}}}, ["'loras'", "'lora'"]),
+        ({"model": {**MODEL, "lora": {"rank": 8}}}, ["'rank'", "alpha"]),
+        ({"model": {**MODEL, "max_length": 0}}, ["max_length"]),
+        ({"captions": ["a red circle"]}, ["captions"]),
+        ({"image_tokenizer": "scenes32"}, ["image_tokenizer"]),
+        ({"data": {"kind": "scenes"}}, ["data"]),
+    ],
+)
+def test_mistakes_are_told(change, words):
+    with pytest.raises(RunError) as caught:
+        load_run({**RUN, **change})
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_what_is_made_for_pictures_says_where_the_door_is(tmp_path):
+    run = load_run(RUN)
+    for refused in (lambda: require_ready(run), lambda: with_data(run, "shards.tar")):
+        with pytest.raises(RunError, match="swarm_trainer"):
+            refused()
+
+
+@pytest.mark.parametrize("lora", [{"r": 4}, None])
+@pytest.mark.parametrize("base", [{"config": TINY}, {"transformers": "org/base@abc"}])
+def test_the_card_says_how_to_use_it(lora, base, monkeypatch):
+    monkeypatch.setattr("volunteer_kit.monitor.card.parameters_of", lambda run: 1234)
+    run = load_run({**RUN, "model": {**base, "lora": lora}})
+    card = model_card(run, "org/ours", 10, [], [])
+    assert "text-to-image" not in card and "pictures" not in card and "1,234" in card
+    assert ("from peft import" in card) is (lora is not None)
+    assert ("base_model: org/base" in card) is ("transformers" in base)
+
+
+# --- the run ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_members_an_authority_and_a_monitor(tmp_path):
+    """Let in by their login, averaged together, credited by receipts, kept and signed by the monitor; who may not come
+    in is told."""
+    no_pictures = dict.fromkeys(("image_tokenizer", "text_tokenizer", "data", "captions"))
+    about = {**RUN, **no_pictures, "run_id": "demo", "target_batch_size": 1024}
+    about["optimizer"] = {"lr": 0.05, "warmup_epochs": 2, "total_epochs": 400}
+    with monitored(tmp_path, **about) as run:
+        monitor = run.monitor("--checkpoint-every", "4")
+
+        def member(name: str, token: str | None = None) -> LocalPeer:
+            peer = LocalPeer(
+                tmp_path / f"{name}.log", module="tests.finetune_peer", name=name, run=str(run.file),
+                first=1000 * len(run.peers), out=str(tmp_path / name), max_steps=40, initial_peers=run.maddrs,
+                hf_token=token or add_person(run.hub, name),
+            )  # fmt: skip
+            run.peers.append(peer)
+            return peer
+
+        ada, bob = member("ada"), member("bob")
+        mallory = member("mallory", token="hf_nobodys")
+        assert "mallory" in mallory.wait_event("refused")["why"] or "token" in mallory.wait_event("refused")["why"]
+        for peer in (ada, bob):
+            peer.wait_for(lambda e: e["event"] == "step" and e["group_size"] >= 2 and e["samples"] > 0, 120)
+        least = 3 * 1024 * SHORTEST / 48  # of three epochs; in full samples, which these are not
+        credited = monitor.wait(lambda j: sum(r["samples"] for r in j.leaderboard()) > least and j.leaderboard(), 60)
+        assert {row["username"] for row in credited} == {"ada", "bob"}
+        logs = [peer.wait_event("done", 240)["log"] for peer in (ada, bob)]
+        for log in logs:
+            losses = [row["loss"] for row in log if "loss" in row]
+            assert losses[-1] < losses[0] - 0.1, losses
+        ours, theirs = (load_file(tmp_path / name / "trained.safetensors") for name in ("ada", "bob"))
+        assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-6
+        monitor.wait_event("checkpoint", 60)
+        assert json.loads((tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] > 0

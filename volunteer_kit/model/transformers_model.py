@@ -1,0 +1,159 @@
+"""A model of transformers, with adapters or without: what a fine-tune's run file says of it, and the model itself.
+
+Of a model with adapters only these are trained, sent and kept: who looks after such a run, as its monitor, builds them
+beside a base that has shapes only, and needs no memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from torch import nn
+
+Quantization = Literal["4bit"]
+NEEDS = "Fine-tunes need transformers, peft and accelerate: pip install 'volunteer-kit[hf]'"
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), as peft makes them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    r: int = Field(16, ge=1, le=1024)
+    alpha: float = Field(32.0, gt=0, le=1e4)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+class TransformersConfig(BaseModel):
+    """A causal language model.
+
+    :param transformers: a Hub id, `org/name` or `org/name@COMMIT`, or a folder: the weights that all begin with
+    :param config: instead: a model from nothing, `model_type` and the fields of its configuration
+    :param lora: None: all of the model is trained
+    :param max_length: words of a sample, at most; a sample of as many counts as one, a shorter one as its share
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    transformers: str | None = Field(None, max_length=300)
+    config: dict[str, JsonValue] | None = None
+    lora: LoraSettings | None = None
+    max_length: int = Field(512, ge=1, le=2**20)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TransformersConfig:
+        if (self.transformers is None) == (self.config is None):
+            raise ValueError("give either transformers, a Hub id or folder, or config, the fields of a new model")
+        return self
+
+
+def build_transformers(
+    config: TransformersConfig, seed: int, *, weights: bool = True, quantization: Quantization | None = None
+) -> nn.Module:
+    """The model, with what is trained as every peer of the run begins with it.
+
+    :param weights: False: with adapters, the base has shapes only, on the device `meta`
+    :param quantization: of the base, this machine's own choice: "4bit" is QLoRA's (Dettmers et al. 2023,
+        arXiv:2305.14314); needs bitsandbytes and adapters
+    Raises ValueError, OSError (it cannot be had from the Hub), ImportError.
+    """
+    if quantization and (config.lora is None or config.transformers is None):
+        raise ValueError("A quantized model cannot be trained itself: give the run's model `transformers` and `lora`.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        base = _base(config, quantization) if weights or config.lora is None else _shapes(config)
+        return base if config.lora is None else _with_adapters(base, config.lora, seed, quantization)
+
+
+def shapes_of(config: TransformersConfig) -> nn.Module:
+    """The same without any weights: for counting."""
+    return build_transformers(config, 0, weights=False) if config.lora is not None else _shapes(config)
+
+
+def save_pretrained(config: TransformersConfig, trained: Mapping[str, torch.Tensor], folder: Path) -> dict[str, Path]:
+    """Write what transformers and peft load: adapters, or the whole model. :returns: its files by name.
+
+    :param trained: tensors by the names of the model's parameters. Raises KeyError for one that is missing
+    """
+    model = build_transformers(config, 0, weights=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(trained[name])
+    more = {} if config.lora is None else {"save_embedding_layers": False}  # it would ask the Hub for the base's
+    model.save_pretrained(folder, **more)
+    return {path.name: path for path in folder.iterdir() if path.suffix in (".json", ".safetensors")}
+
+
+def _about(config: TransformersConfig) -> Any:
+    from transformers import AutoConfig
+
+    if config.config is not None:
+        return AutoConfig.for_model(**config.config)
+    return AutoConfig.from_pretrained(**_at(config.transformers))
+
+
+def _at(name: str) -> dict[str, str]:
+    """Code of the repository's own is never run, and nothing is unpickled."""
+    repository, _, revision = name.partition("@")
+    return {"pretrained_model_name_or_path": repository} | ({"revision": revision} if revision else {})
+
+
+def _shapes(config: TransformersConfig) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(_about(config))
+
+
+def _base(config: TransformersConfig, quantization: Quantization | None) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if config.config is not None:
+        return AutoModelForCausalLM.from_config(_about(config))
+    more: dict[str, Any] = {}
+    if quantization:
+        from transformers import BitsAndBytesConfig
+
+        compute = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
+        more["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
+        )
+    return AutoModelForCausalLM.from_pretrained(**_at(config.transformers), use_safetensors=True, **more)
+
+
+def _with_adapters(base: nn.Module, lora: LoraSettings, seed: int, quantization: Quantization | None) -> nn.Module:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft.tuners.lora import LoraLayer
+
+    if quantization:
+        base = prepare_model_for_kbit_training(base)
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    settings = LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(base, settings, autocast_adapter_dtype=True)
+    torch.manual_seed(seed)  # the base has taken its share of the random numbers, or none
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            _begin(module)
+    return model
+
+
+def _begin(layer: Any) -> None:
+    """Fresh adapters, drawn on the CPU in float32: the same numbers on every machine."""
+    device = layer.get_base_layer().weight.device
+    parts = (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B)
+    for part in parts:
+        part.float().to_empty(device="cpu")
+    layer.reset_lora_parameters("default", True)
+    for part in parts:
+        part.to("cpu" if device.type == "meta" else device)
