@@ -24,7 +24,8 @@ def test_the_least_that_is_needed():
         assert found.run_id == "spanish" and found.options.target_batch_size == 512 and found.words == ()
         assert not found.peer.initial_peers and found.peer.host_maddrs == ["/ip4/0.0.0.0/tcp/0"]
         assert not found.options.delay_optimizer_step  # as hivemind's
-    assert found.options.verbose
+    assert found.options.verbose and found.wait_for_peers == 1
+    assert read(wait_for_peers=2).wait_for_peers == 2
 
 
 def test_addresses_in_all_forms():
@@ -94,6 +95,7 @@ def test_what_has_no_use_is_said():
         ({"opt": {**OPT, "auxiliary": True}}, ["cannot be had"]),
         ({"opt": {**OPT, "grad_compression": "uniform9"}}, ["'uniform9'", "'uniform8'"]),
         ({"opt": {**OPT, "grad_compression": 8}}, ["name one of"]),
+        ({"opt": {**OPT, "wait_for_peers": "two"}}, ["'two'", "such as 2"]),
         ({"opt": {**OPT, "delay_grad_averaging": True, "delay_optimizer_step": False}}, ["delay_optimizer_step"]),
     ],
 )  # fmt: skip

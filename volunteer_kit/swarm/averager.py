@@ -158,6 +158,8 @@ class SwarmAverager(DecentralizedAverager):
         except InvalidStateError:
             if not step.cancelled():  # at the very moment when it ended
                 raise
+        except asyncio.TimeoutError:
+            pass  # the control has it already; nobody awaits this task, and what it raises is printed as a traceback
 
     def run(self) -> None:
         forget_inherited_tensors()

@@ -1,7 +1,8 @@
 """`hivemind_config={"dht": {...}, "opt": {...}}`, as trahiv takes it, read and checked.
 
-"dht" holds arguments of hivemind.DHT, "opt" those of hivemind.Optimizer. What the kit does in its own way is said, and
-what it cannot do is refused; nothing is dropped in silence.
+"dht" holds arguments of hivemind.DHT, "opt" those of hivemind.Optimizer, and two of the kit's: max_mbps, what this
+peer's line may be used for, and wait_for_peers, how many have to be here before the first step. What the kit does in
+its own way is said, and what it cannot do is refused; nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ SAME = {
 CODEC_OF = {"grad_compression": "grad_codec", "state_averaging_compression": "state_codec"}
 # who fine-tunes with one friend goes on when the friend has gone home; and its epochs may be as short as one batch
 AS_TRAINERS_ARE = {"alone_after": 60.0, "min_epoch_seconds": 0.02}  # s
+OURS = {"max_mbps", "wait_for_peers"}  # beside hivemind's
 BUILT_HERE = {"optimizer", "params", "scheduler", "dht"}
 # what the kit always does, and therefore needs no saying
 AS_HERE = {
@@ -85,6 +87,7 @@ class HivemindConfig:
     peer: PeerConfig
     options: SwarmOptions  # its run_key is the run_id alone, until the model is known
     name: str = "trainer"  # of this peer, for the others
+    wait_for_peers: int = 1  # ourselves among them, before the first step
     longest: int | None = None  # words of a full sample; None: what the model can read
     door: Door | None = None  # of a run from a file; options.run_key is the run's then
     words: tuple[str, ...] = ()
@@ -100,11 +103,14 @@ def read_hivemind_config(config: Mapping[str, Any]) -> HivemindConfig:
     words: list[str] = []
     known = _arguments(DHT.__init__, DHTNode.create, P2P.create) | OWN_OF_PEER - {"dht_options"}
     dht = _check("dht", config.get("dht"), known - NOT_OURS)
-    opt = _check("opt", config.get("opt"), _arguments(HivemindOptimizer.__init__) | {"max_mbps"})
+    opt = _check("opt", config.get("opt"), _arguments(HivemindOptimizer.__init__) | OURS)
     run_id, target = _run_id(opt.pop("run_id", None)), _target(opt.pop("target_batch_size", None))
     peer = _read_peer(dht, opt.pop("client_mode", None), words)
+    wait_for_peers = opt.pop("wait_for_peers", 1)
+    if isinstance(wait_for_peers, bool) or not isinstance(wait_for_peers, int) or wait_for_peers < 1:
+        raise _wrong(f'"wait_for_peers" is {wait_for_peers!r}; it should say how many peers begin, such as 2.')
     options = _read_options(run_id, target, opt, words)
-    return HivemindConfig(run_id, peer, options, words=tuple(words))
+    return HivemindConfig(run_id, peer, options, words=tuple(words), wait_for_peers=wait_for_peers)
 
 
 # --- "dht" ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import logging
 import signal
 import threading
 import time
@@ -27,6 +28,7 @@ JOIN_PATIENCE = 60.0  # s for a first donor of the state
 LINGER = 60.0  # s at the end in which others may still take our state
 RECORD_EVERY = 15.0  # s
 ALL_TRAINERS = "trainers"  # the board on which each says which run it trains
+HIVEMIND = logging.getLogger("hivemind")
 LONGEST = 2**17  # words of a sample, where the model does not say
 
 
@@ -90,6 +92,7 @@ class Member:
         self.samples, self.loss = 0, None  # of ours that are in the model; ours, as last logged
         self.swarm_loss: float | None = None
         self._cut_off: str | None = None
+        self._loudness: int | None = None  # of hivemind's log, before us
         self._closing, self._news = threading.Event(), threading.Event()
         self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
 
@@ -117,6 +120,9 @@ class Member:
         """Meet the others, take their state. Raises SwarmError."""
         for word in self.config.words:
             print(word)
+        if not self.config.options.verbose:
+            self._loudness = HIVEMIND.level
+            HIVEMIND.setLevel(logging.ERROR)  # its processes inherit it
         interrupt = signal.getsignal(signal.SIGINT) if _in_main_thread() else None
         try:
             door = self.config.door
@@ -132,14 +138,25 @@ class Member:
                 door.enter(self.swarm, self.board)
             self.step = SwarmStep(self._shown, self.swarm, self._count)
             self._adopt_schedule()
+            self.board.publish(self._record(self.config.name))  # who is about to leave waits for us
             self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
             self._recording.start()
+            self._wait_for_others()
         except BaseException:
             self.close()
             raise
         finally:
             if interrupt is not None:  # hivemind has taken Ctrl-C away
                 signal.signal(signal.SIGINT, interrupt)
+
+    def _wait_for_others(self) -> None:
+        tracker, wanted = self.swarm.tracker, self.config.wait_for_peers
+        if tracker.global_progress.num_peers < wanted:
+            print(f"Waiting until {wanted} peers are here.", flush=True)
+        while tracker.global_progress.num_peers < wanted:
+            tracker.attend(self.epoch)
+            tracker.look_again(timeout=2.0)
+            time.sleep(0.2)
 
     def _check_same_run(self) -> None:
         others = self._others(self.board)
@@ -217,6 +234,10 @@ class Member:
                 self._news.set()
             self.samples += self.last.counted
             self._on_report(self.last)
+            if self.last.failure and self.last.uncertain:
+                print(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
+            elif self.last.failure or self.last.apart:
+                print(f"Step {self.last.epoch}: out of step with the others; this peer takes their model and goes on.")
         if self.swarm.cut_off != self._cut_off:
             self._cut_off = self.swarm.cut_off
             patience = self.config.options.alone_after
@@ -257,17 +278,21 @@ class Member:
         self.swarm.settle(patience=LINGER / 2)
 
     def linger(self) -> None:
-        """Others may still take the last state from us."""
+        """Others may still take the last state from us; whoever has just come is on the board before it has samples."""
         deadline, tracker = time.monotonic() + LINGER, self.swarm.tracker
+        self._news.set()
         while time.monotonic() < deadline and not self.swarm.client_mode:
             tracker.attend(self.epoch)
             tracker.look_again(timeout=5.0)
-            if not tracker.num_behind:
+            same = [one for one in self._others(self.board) if one.fingerprint == self.fingerprint]
+            if not tracker.num_behind and all(one.epoch >= self.epoch for one in same):
                 return
             time.sleep(0.5)
 
     def close(self) -> None:
         """Leave; the Trainer's optimizer gets its statistics back."""
+        if self._loudness is not None:
+            HIVEMIND.setLevel(self._loudness)
         self._closing.set()
         self._news.set()
         if self._recording.is_alive():

@@ -58,6 +58,7 @@ def moved(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], cl
         for group in optimizer.param_groups
     ]
     new.defaults = dict(optimizer.defaults)
+    new._opt_called = True  # a joiner's schedule is stepped to its place first, and schedulers warn of it
     new.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         new.state[own[id(parameter)]] = {name: _copied(value) for name, value in state.items()}
@@ -69,7 +70,6 @@ def moved(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], cl
     plain = type(optimizer).step
 
     def step(self, closure=None):
-        self._opt_called = True  # schedulers look at it, and warn
         if clip(self):
             plain(self)
 
