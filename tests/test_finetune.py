@@ -13,6 +13,11 @@ from benchmarks.trainer_parts.material import SHORTEST
 from tests.local_authority import add_person
 from tests.local_swarm import LocalPeer
 from tests.monitored import monitored
+from volunteer_kit.dashboard.page import render
+from volunteer_kit.dashboard.state import empty_state, run_info
+from volunteer_kit.host.folder import HostFolder
+from volunteer_kit.host.settings import HostSettings
+from volunteer_kit.host.words import welcome
 from volunteer_kit.model.transformers_model import (
     LoraSettings,
     TransformersConfig,
@@ -21,6 +26,7 @@ from volunteer_kit.model.transformers_model import (
     shapes_of,
 )
 from volunteer_kit.monitor.card import model_card
+from volunteer_kit.run_sections import AuthorityConfig
 from volunteer_kit.runs import (
     FineTuneConfig,
     RunError,
@@ -102,7 +108,7 @@ def test_a_run_file_of_a_fine_tune(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(RUN))
     run = load_run(path)
-    assert isinstance(run, FineTuneConfig) and run.model.lora.r == 4 and run.data is None
+    assert isinstance(run, FineTuneConfig) and not run.draws and run.model.lora.r == 4 and run.data is None
     again = load_run(run.model_dump(mode="json"))
     assert again == run and again.fingerprint == run.fingerprint
     adapters = sum(p.numel() for p in trained(build_model(run)).values())
@@ -148,6 +154,16 @@ def test_what_is_made_for_pictures_says_where_the_door_is(tmp_path):
     for refused in (lambda: require_ready(run), lambda: with_data(run, "shards.tar")):
         with pytest.raises(RunError, match="swarm_trainer"):
             refused()
+
+
+def test_the_host_and_the_page_know_what_it_is(tmp_path):
+    run = load_run(RUN)
+    state = empty_state(run_info(run))
+    assert "Pictures" not in render(state) and "Pictures" in render(empty_state(run_info(load_run("demo"))))
+    url, folder = "https://a.example", HostFolder(tmp_path)
+    authority = AuthorityConfig.model_construct(open=True)
+    said = "\n".join(welcome("ours", url, HostSettings(), folder, [], [], authority, draws=run.draws))
+    assert "swarm_trainer" in said and url in said and "join" not in said.partition("Who may join")[0]
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None])

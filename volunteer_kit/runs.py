@@ -91,6 +91,11 @@ class RunConfig(BaseModel):
         return self
 
     @property
+    def draws(self) -> bool:
+        """Is it a text-to-image model's? Else a language model's, whose members have data of their own."""
+        return True
+
+    @property
     def fingerprint(self) -> str:
         """32 hex digits of all that must be equal to average: no addresses, not where the data lie."""
         shared = {
@@ -127,6 +132,10 @@ class FineTuneConfig(RunConfig):
     @classmethod
     def _preset(cls, value: Any) -> Any:
         return value
+
+    @property
+    def draws(self) -> bool:
+        return False
 
     def _samples(self) -> dict[str, Any]:
         return {}
@@ -194,7 +203,7 @@ def require_data(config: RunConfig) -> None:
 
 def require_pictures(config: RunConfig) -> None:
     """Raises RunError for a run that is no text-to-image model's."""
-    if isinstance(config, FineTuneConfig):
+    if not config.draws:
         raise RunError(
             f"The run {config.run_id!r} fine-tunes a language model, each peer on data of its own: it is joined from "
             "Python.\n1. from volunteer_kit import swarm_trainer\n"

@@ -37,6 +37,7 @@ def run_info(config: RunConfig) -> State:
         "total_epochs": config.optimizer.total_epochs,
         "target_batch_size": config.target_batch_size,
         "names_are_hub_accounts": config.authority is not None,
+        "draws": config.draws,
     }
 
 

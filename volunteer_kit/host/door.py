@@ -158,7 +158,7 @@ class Host:
                 f"Put it back into {self.folder.keys} for a minute."
             )
         self._text, config = read_given(self._source, self._url, self._public_key)
-        self._authority = config.authority
+        self._draws, self._authority = config.draws, config.authority
         self._others = [peer for peer in config.initial_peers if peer.rpartition("/")[2] != saved.get("peer_id")]
         self._adopt(identity_path)
         self._save(saved.get("peer_id"))
@@ -269,6 +269,7 @@ class Host:
                 self._addresses,
                 sorted(self._failing),
                 self._authority,
+                self._draws,
             ):
                 self._say(line)
 

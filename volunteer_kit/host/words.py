@@ -18,6 +18,7 @@ def welcome(
     addresses: Sequence[str],
     down: Sequence[str],
     authority: AuthorityConfig,
+    draws: bool = True,
 ) -> list[str]:
     """The links to give away, and what is for the host.
 
@@ -26,8 +27,12 @@ def welcome(
     """
     link = f"{url}/run.yaml"
     lines = [f"The run {run_id} is up.", "", "For volunteers, any of these:"]
-    lines += [f'  notebook   join_swarm("{link}")', f"  terminal   volunteer-kit join {link}"]
-    if settings.repository:
+    if not draws:
+        lines[-1] = "For members, with data of their own:"
+        lines += ["  from volunteer_kit import swarm_trainer", f'  swarm_trainer("{link}", train_dataset=...).train()']
+    else:
+        lines += [f'  notebook   join_swarm("{link}")', f"  terminal   volunteer-kit join {link}"]
+    if settings.repository and draws:
         page = f"https://colab.research.google.com/github/{settings.repository}/blob/main/notebooks/join.ipynb"
         lines.append(f'  Colab      {page}   with RUN = "{link}"')
     lines += ["", "For you:"]

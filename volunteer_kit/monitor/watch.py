@@ -99,7 +99,7 @@ class Monitor:
         self._credits = Credits(path / "credit.sqlite", self.notes, self._collector, lambda: member.epoch, self._pause)
         self._errands = Errands(run, self.kept, self.notes, push_to, token)
         self._chores_at = self._signed_at = 0.0
-        if member.public_loss is None:
+        if member.public_loss is None and run.draws:  # in a fine-tune each member has data of its own
             self.notes.warn("The run's samples cannot be read here: the model is judged by what volunteers report.")
         if member.peer.client_mode:
             self.notes.warn(
