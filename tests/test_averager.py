@@ -123,6 +123,16 @@ def test_one_microbatch_alone_is_its_own_gradient_to_the_last_bit(averager):
     assert torch.equal(averaged(averager), sample)
 
 
+def test_16_bit_gradients_are_summed_in_32_bits(peer):
+    """In 16 bits the later ones of a long row would change nothing: 256 + 1 is 256."""
+    averager = make_averager(peer, [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
+    for number in range(600):
+        averager.parameters[0].grad = torch.tensor([1.0, float(number % 2)], dtype=torch.bfloat16)
+        averager.accumulate_grads_(1)
+    assert averaged(averager).dtype == torch.float32
+    assert torch.allclose(averaged(averager), torch.tensor([1.0, 0.5]), rtol=1e-5)
+
+
 def test_nothing_accumulated_is_nothing_averaged(averager):
     assert averaged(averager).abs().max() == 0.0
     put_mean_gradient(averager, draw_samples(4))

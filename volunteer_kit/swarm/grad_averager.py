@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
     # gradients each would go its own way
     lost_parts_are_zero = True
 
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], **kwargs):
+        parameters = tuple(parameters)
+        # 16-bit gradients are summed and averaged in 32 bits, which the optimizer's own parameters have as well
+        shared = (torch.zeros(p.shape, dtype=torch.float32).share_memory_() for p in parameters)
+        super().__init__(parameters=parameters, averaged_grads=tuple(shared), **kwargs)
+        self._local_accumulators = tuple(accumulator.float() for accumulator in self._local_accumulators)
+
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
         return super().schedule_step(scheduled_time, gather=self.to_tell(self.told), **kwargs)
 
@@ -51,8 +58,7 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
             self.microbatches_lost += 1
             return False
         accumulators = list(self._grad_accumulators())
-        if accumulators[0].device != grads[0].device:
-            grads = [grad.to(accumulators[0].device) for grad in grads]
+        grads = [grad.to(accumulator) for grad, accumulator in zip(grads, accumulators, strict=True)]
         if grad_scale != 1.0:
             grads = torch._foreach_div(grads, grad_scale)
         # a running mean: one microbatch alone is then its own gradient, to the last bit
