@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -178,3 +179,25 @@ def test_who_catches_up_with_somebody_fast_lets_itself_be_seen(optimizer, monkey
     monkeypatch.setattr(optimizer.tracker, "attend", attend)
     assert optimizer.join(patience=20.0)
     assert attended == [optimizer.local_epoch]
+
+
+def test_an_optimizer_that_cannot_be_made_leaves_nothing_running(peer, monkeypatch):
+    """A thread that is left waits for its averager for ever, and the program with it."""
+
+    def fail(self):
+        begun.extend([self.state_averager, self.grad_averager])
+        raise RuntimeError("no memory")
+
+    begun: list = []
+    monkeypatch.setattr(SwarmOptimizer, "_compute_schema_hash", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="no memory"):
+        SwarmOptimizer(
+            peer=peer, options=SwarmOptions(run_key="failing", target_batch_size=16, matchmaking_time=1.0),
+            params=[torch.nn.Parameter(torch.zeros(3))], optimizer=lambda params: Lamb(params, lr=0.02),
+        )  # fmt: skip
+    assert len(begun) == 2 and not any(averager.is_alive() for averager in begun)
+    deadline = time.monotonic() + 10
+    while left := [t for t in threading.enumerate() if t not in before and not t.daemon]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

@@ -9,7 +9,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
-from hivemind.compression import NoCompression
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.allreduce import Reduce
@@ -27,7 +26,6 @@ from volunteer_kit.swarm.uncertain import UncertainSteps
 
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
 ALONE_AFTER_ALL = 90.0  # s without anybody until a peer that has met others takes itself for the swarm
-NEVER = 2**31  # epochs between rounds of state averaging
 
 
 class SwarmOptimizer(FollowingOptimizer):
@@ -62,34 +60,20 @@ class SwarmOptimizer(FollowingOptimizer):
         self._seams = {"admission": peer.admission, "reduce": reduce, "traffic": self._traffic}
         self._report: dict[str, Any] = {}  # of the global step under way
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
-        super().__init__(
-            dht=peer.dht,
-            run_id=options.run_key,
-            target_batch_size=options.target_batch_size,
-            params=params,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            matchmaking_time=options.matchmaking_time,
-            averaging_timeout=options.averaging_timeout,
-            allreduce_timeout=options.allreduce_timeout,
-            next_chunk_timeout=options.next_chunk_timeout,
-            load_state_timeout=options.load_state_timeout,
-            average_state_every=options.average_state_every or NEVER,
-            offload_optimizer=True,
-            delay_optimizer_step=options.delay_optimizer_step,
-            delay_grad_averaging=options.delay_grad_averaging,
-            delay_state_averaging=True,
-            client_mode=peer.client_mode,  # None on a client-mode DHT crashes after the first epoch
-            grad_compression=options.grad_codec,
-            state_averaging_compression=options.state_codec,
-            load_state_compression=NoCompression(),  # a joiner equals its donor to the last bit
-            verbose=options.verbose,
-            tracker_opts={
-                "min_refresh_period": options.refresh_period,
-                "default_refresh_period": 2 * options.refresh_period,
-                "metadata_expiration": options.metadata_expiration,
-            },
-        )
+        self._begun: list[Any] = []  # parts with threads and processes of their own
+        try:
+            super().__init__(
+                dht=peer.dht,
+                client_mode=peer.client_mode,  # None on a client-mode DHT crashes after the first epoch
+                params=params,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                **options.of_hivemind(),
+            )
+        except BaseException:  # with a part left running, the program would never end
+            for part in reversed(self._begun):
+                part.shutdown()
+            raise
         self.reach = Reach(peer.dht, options.alone_after)
 
     # --- parts, made ours ---
@@ -97,7 +81,7 @@ class SwarmOptimizer(FollowingOptimizer):
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> SwarmProgressTracker:
         options = self.options
         limits = Limits(target_batch_size, options.max_samples_per_second, options.min_epoch_seconds)
-        return SwarmProgressTracker(
+        tracker = SwarmProgressTracker(
             self.dht,
             self.run_id,
             target_batch_size,
@@ -108,6 +92,8 @@ class SwarmOptimizer(FollowingOptimizer):
             start=True,
             **kwargs,
         )
+        self._begun.append(tracker)
+        return tracker
 
     def _averager_options(self, max_weight: float) -> dict[str, Any]:
         return {
@@ -123,7 +109,7 @@ class SwarmOptimizer(FollowingOptimizer):
         }
 
     def _make_state_averager(self, **kwargs) -> SwarmStateAverager:
-        return SwarmStateAverager(
+        averager = SwarmStateAverager(
             prefix=f"{self.run_id}_state_averager",
             offload_optimizer=True,
             custom_gradients=True,
@@ -133,16 +119,18 @@ class SwarmOptimizer(FollowingOptimizer):
             **self._averager_options(max_weight=1.0),
             **kwargs,
         )
+        self._begun.append(averager)
+        return averager
 
     def _make_gradient_averager(self, factory, **kwargs) -> SwarmGradientAverager:
         # a fast peer may pass the target while others are at their last microbatch, hence more than one target
         options = self._averager_options(max_weight=2.0 * self.target_batch_size)
-        return super()._make_gradient_averager(
-            lambda **hivemind_kwargs: SwarmGradientAverager(
-                **{**hivemind_kwargs, **options, "allow_state_sharing": False}
-            ),
-            **kwargs,
-        )
+
+        def make(**hivemind_kwargs) -> SwarmGradientAverager:
+            self._begun.append(SwarmGradientAverager(**{**hivemind_kwargs, **options, "allow_state_sharing": False}))
+            return self._begun[-1]
+
+        return super()._make_gradient_averager(make, **kwargs)
 
     def traffic(self) -> tuple[int, int]:
         """(bytes sent, bytes received) by this peer so far, in rounds and as states."""

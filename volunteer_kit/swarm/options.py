@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hivemind.compression import CompressionBase, NoCompression
+
+NEVER = 2**31  # epochs between rounds of state averaging
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,32 @@ class SwarmOptions:
     alone_after: float | None = None
     refresh_period: float = 0.5
     metadata_expiration: float = 60.0
+
+    def of_hivemind(self) -> dict[str, Any]:
+        """Arguments of hivemind.Optimizer."""
+        return {
+            "run_id": self.run_key,
+            "target_batch_size": self.target_batch_size,
+            "matchmaking_time": self.matchmaking_time,
+            "averaging_timeout": self.averaging_timeout,
+            "allreduce_timeout": self.allreduce_timeout,
+            "next_chunk_timeout": self.next_chunk_timeout,
+            "load_state_timeout": self.load_state_timeout,
+            "average_state_every": self.average_state_every or NEVER,
+            "offload_optimizer": True,
+            "delay_optimizer_step": self.delay_optimizer_step,
+            "delay_grad_averaging": self.delay_grad_averaging,
+            "delay_state_averaging": True,
+            "grad_compression": self.grad_codec,
+            "state_averaging_compression": self.state_codec,
+            "load_state_compression": NoCompression(),  # a joiner equals its donor to the last bit
+            "verbose": self.verbose,
+            "tracker_opts": {
+                "min_refresh_period": self.refresh_period,
+                "default_refresh_period": 2 * self.refresh_period,
+                "metadata_expiration": self.metadata_expiration,
+            },
+        }
 
 
 @dataclass(frozen=True)
