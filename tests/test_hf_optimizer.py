@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
-from volunteer_kit.training.hf_optimizer import Clip, moved, parameters_of
+from volunteer_kit.training.hf_optimizer import Clip, Schedule, hand_over, moved, parameters_of
 
-NAMES = ("AdamW", "SGD", "momentum", "RMSprop", "Adagrad", "Adafactor", "AdamW8bit", "PagedAdamW8bit", "Lion8bit")
+NAMES = (
+    "AdamW", "SGD", "momentum", "RMSprop", "Adagrad", "NAdam", "Rprop", "RAdam", "Adadelta", "Adafactor", "AdamW8bit",
+    "PagedAdamW8bit", "AdEMAMix8bit", "Lion8bit",
+)  # fmt: skip
 
 
 def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -19,6 +22,8 @@ def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
 
 def make(name: str, own: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     groups = [{"params": own[:1], "weight_decay": 0.1}, {"params": own[1:], "weight_decay": 0.0}]
+    if name == "Rprop":
+        groups = [{"params": own[:1]}, {"params": own[1:]}]
     if name == "momentum":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
     if name.endswith("8bit"):
@@ -38,7 +43,7 @@ def groups_like(optimizer: torch.optim.Optimizer) -> list[dict]:
 def give_gradients(own: list[torch.Tensor], step: int) -> None:
     for number, parameter in enumerate(own):
         generator = torch.Generator().manual_seed(100 * step + number)
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers")
@@ -106,9 +111,57 @@ def test_a_schedule_made_for_the_one_serves_the_other(recwarn):
     plain = make("AdamW", parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
     other = moved(plain, groups_like(plain), Clip(None, range(3)))
-    schedule.optimizer = other
-    give_gradients(parameters_of(other), 0)
-    other.step()
-    schedule.step()
+    Schedule(schedule, other, epoch=0).step()
     assert other.param_groups[0]["lr"] == 5e-3 and plain.param_groups[0]["lr"] == 1e-2
+    hand_over(schedule, plain)
+    schedule.step()
+    assert other.param_groups[0]["lr"] == 5e-3 and plain.param_groups[0]["lr"] == pytest.approx(1e-2 / 3)
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def go(schedule: Schedule, epoch: int) -> None:
+    """As hivemind lets it."""
+    while schedule._step_count <= epoch:
+        schedule.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_a_schedule_of_schedules_moves_as_a_whole():
+    rates = []
+    for is_moved in (False, True):
+        plain = make("AdamW", parameters())
+        kinds = torch.optim.lr_scheduler
+        both = kinds.SequentialLR(
+            plain, [kinds.LinearLR(plain, 0.1, total_iters=3), kinds.ExponentialLR(plain, 0.5)], milestones=[3]
+        )
+        other = moved(plain, groups_like(plain), Clip(None, range(3))) if is_moved else plain
+        schedule = Schedule(both, other, epoch=0)
+        rates.append([go(schedule, epoch) or other.param_groups[0]["lr"] for epoch in range(7)])
+    assert rates[0] == rates[1] and len(set(rates[0])) == 7
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+@pytest.mark.parametrize(
+    ("taken", "epoch", "then"),
+    [(0, 0, 10), (4, 4, 10), (0, 4, 10), (20, 0, 30)],
+    ids=["new", "resumed", "resumed without its file", "passed in, and trained with before"],
+)
+def test_a_schedule_goes_on_where_the_run_is(taken, epoch, then):
+    plain = make("AdamW", parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
+    for _ in range(taken):
+        schedule.step()
+    go(Schedule(schedule, plain, epoch), 10)
+    assert schedule.last_epoch == then
+
+
+def test_statistics_of_16_bits_become_those_of_32():
+    own = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters()]
+    plain = make("AdamW", own)
+    give_gradients(own, 0)
+    plain.step()
+    groups = [{"params": [p.detach().float().requires_grad_() for p in g["params"]]} for g in plain.param_groups]
+    other = moved(plain, groups, Clip(None, range(3)))
+    give_gradients(parameters_of(other), 1)
+    other.step()
+    assert other.state[parameters_of(other)[0]]["exp_avg"].dtype == torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import ipaddress
 import json
 import logging
@@ -22,7 +23,7 @@ from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
 from volunteer_kit.training.hf_config import HivemindConfig
-from volunteer_kit.training.hf_optimizer import Clip, Count, SwarmStep, moved, parameters_of
+from volunteer_kit.training.hf_optimizer import Clip, Count, Schedule, SwarmStep, hand_over, moved, parameters_of
 
 JOIN_PATIENCE = 60.0  # s for a first donor of the state
 LINGER = 60.0  # s at the end in which others may still take our state
@@ -66,10 +67,10 @@ class Member:
                 "2. Else set requires_grad_(True) on what is to be trained.",
                 kind="bad_config",
             )
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if "metrics" in inspect.signature(scheduler.step).parameters:  # reduce_lr_on_plateau, greedy
             raise SwarmError(
-                "The schedule reduce_lr_on_plateau goes by each peer's own evaluation: their learning rates would "
-                "differ, and so would their models.\n1. Choose another lr_scheduler_type.",
+                f"The schedule {type(scheduler).__name__} goes by each peer's own evaluation: their learning rates "
+                "would differ, and so would their models.\n1. Choose another lr_scheduler_type.",
                 kind="bad_config",
             )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -198,8 +199,7 @@ class Member:
 
     def _adopt_schedule(self) -> None:
         averager = self.swarm.state_averager
-        self._scheduler.optimizer = averager.optimizer
-        averager.scheduler = self._scheduler
+        averager.scheduler = Schedule(self._scheduler, averager.optimizer, self._epoch)
         averager._update_scheduler()
 
     # --- being here ---
@@ -304,7 +304,9 @@ class Member:
                     k: v.to(ours.device) if torch.is_tensor(v) and v.ndim else v
                     for k, v in behind.state.get(theirs, {}).items()
                 }
-            self._scheduler.optimizer = self._shown
+            for theirs, ours in zip(behind.param_groups, self._shown.param_groups, strict=True):
+                ours |= {name: value for name, value in theirs.items() if name not in ("params", "capturable")}
+            hand_over(self._scheduler, self._shown)
             for board in (self.board, self._trainers):
                 board.publish(None)
             self.swarm.shutdown()

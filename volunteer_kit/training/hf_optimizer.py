@@ -68,6 +68,7 @@ def moved(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], cl
     _complete(new)
 
     plain = type(optimizer).step
+    new._opt_called = True  # schedulers look at it, and warn
 
     def step(self, closure=None):
         if clip(self):
@@ -88,19 +89,36 @@ def _on_the_cpu(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    # the swarm's own parameters have 32 bits, also those of a model of 16
+    value = value.detach().cpu().clone()
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+class _First(dict):
+    """One parameter's statistics, and what each was when it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.first.setdefault(name, _copied(value))
+        super().__setitem__(name, value)
 
 
 def _complete(optimizer: torch.optim.Optimizer) -> None:
     """Make the statistics of parameters that have none: a joiner has to know its places before it takes a state.
 
-    Optimizers make them in their first step, so one is taken, of zeros with zero gradients, and undone.
+    Optimizers make them in their first step, so one is taken, of zeros with zero gradients, and undone. Not all begin
+    with zeros (NAdam, Rprop), and after that step they are no longer what they began with.
     """
     parameters = parameters_of(optimizer)
-    new = [p for p in parameters if not optimizer.state.get(p)]
-    if not new:
+    kept = {p: state for p, state in optimizer.state.items() if state}
+    if all(p in kept for p in parameters):
         return
-    kept = {p: {k: _copied(v) for k, v in optimizer.state[p].items()} for p in parameters if optimizer.state.get(p)}
+    optimizer.state = defaultdict(_First)
     values = [p.detach().clone() for p in parameters]
     for parameter in parameters:
         parameter.detach().zero_()  # weight decay would stand in the statistics
@@ -111,12 +129,32 @@ def _complete(optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
-    for parameter in new:
-        for name, value in optimizer.state[parameter].items():
-            if "step" in name:
-                optimizer.state[parameter][name] = torch.zeros_like(value) if torch.is_tensor(value) else 0
-    for parameter, state in kept.items():
-        optimizer.state[parameter] = state
+    begun = {p: {**state, **state.first} for p, state in optimizer.state.items()}
+    optimizer.state = defaultdict(dict, {**begun, **kept})
+
+
+class Schedule:
+    """A Trainer's schedule over the optimizer that takes the swarm's steps, stepped once for each of these.
+
+    :param epoch: the swarm's. A schedule that is further has been somewhere else, and goes on from there
+    """
+
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, epoch: int):
+        self._scheduler = scheduler
+        hand_over(scheduler, optimizer)
+        # hivemind steps it while this is no more than its epoch; not all schedules have it, nor the last epoch
+        self._step_count = 1 + min(epoch, getattr(scheduler, "last_epoch", epoch))
+
+    def step(self) -> None:
+        self._scheduler.step()
+        self._step_count += 1
+
+
+def hand_over(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a schedule, and those that it is made of, set another optimizer's learning rates."""
+    scheduler.optimizer = optimizer
+    for part in getattr(scheduler, "_schedulers", ()):
+        hand_over(part, optimizer)
 
 
 class SwarmStep(torch.optim.Optimizer):
