@@ -22,8 +22,8 @@ import torch
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import find_batch_size
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_pt_utils import find_batch_size
 except ImportError as e:
     raise ImportError("SwarmTrainer needs transformers and accelerate: pip install 'volunteer-kit[hf]'") from e
 
@@ -69,8 +69,9 @@ class SwarmCallback(TrainerCallback):
         refuse_other_ways(trainer)
         self.trainer, self.member = trainer, None
         self._at_hand: tuple[int, float, Sequence[Hashable]] = (0, 0.0, ())  # of the gradients: samples, weight, names
-        self._last_step = self._logged_at = self._local_steps = 0
-        self._all_local_steps = 0
+        self._last_step = self._joined_at = 0  # of the swarm's steps
+        self._steps = self._samples = 0  # of this peer, since train() began
+        self._logged: tuple[int, float] = (0, 0.0)  # steps of this peer, and the sum of their losses, in the log so far
         self._kept: dict[str, Any] = {}  # of the arguments, while others stand in their place
         _wrap(trainer, "train", self._train)
         _wrap(trainer, "get_batch_samples", self._count)
@@ -92,7 +93,8 @@ class SwarmCallback(TrainerCallback):
     def _count(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
         """Samples of the next step of this peer, and what their loss is a mean over."""
         batches, items = found = original(*args, **kwargs)
-        samples = sum(find_batch_size(batch) or 0 for batch in batches)
+        samples = sum(find_batch_size(batch) or self.trainer._train_batch_size for batch in batches)
+        self._samples += samples
         names = [name for batch in batches for name in self.names_of(batch)]
         self._at_hand = samples, float(samples if items is None else items / self.member.longest), names
         return found
@@ -141,9 +143,9 @@ class SwarmCallback(TrainerCallback):
         own = trainer.accelerator._optimizers
         own[:] = [ours if one is wrapped else one for one in own] or [ours]
         trainer.optimizer = trainer.callback_handler.optimizer = ours
-        self._logged_at = state.global_step  # what the Trainer thinks: it divides by steps since then
-        self._last_step = state.global_step = self.member.epoch
-        self._local_steps = self._all_local_steps = 0
+        self._last_step = self._joined_at = state.global_step = self.member.epoch
+        self._steps = self._samples = 0
+        self._logged = 0, 0.0
         if self.config.peer.initial_peers:
             self._read_in_another_order(train_dataloader, args.seed)
 
@@ -167,8 +169,7 @@ class SwarmCallback(TrainerCallback):
             _wrap(dataloader, "set_epoch", lambda original, epoch: original(epoch + offset))
 
     def on_optimizer_step(self, args, state, control, **_):
-        self._local_steps += 1
-        self._all_local_steps += 1
+        self._steps += 1
         state.global_step = self.member.epoch - 1  # the Trainer adds one
         self.trainer.optimizer._is_overflow = True  # the schedule goes by the swarm's steps, and is not the Trainer's
 
@@ -199,15 +200,21 @@ class SwarmCallback(TrainerCallback):
         if self.member is None or logs is None:
             return
         shown: dict[str, float] = {}
+        steps, total = self._steps, self.trainer._total_loss_scalar  # the Trainer divides this by the swarm's steps
         if "loss" in logs:
             shown = self.member.figures()
-            if self._local_steps:  # the Trainer has divided by the swarm's steps
-                shown["loss"] = logs["loss"] * max(1, state.global_step - self._logged_at) / self._local_steps
+            logged_steps, logged = self._logged
+            if steps > logged_steps:
+                shown["loss"] = (total - logged) / (steps - logged_steps)
                 self.member.loss = shown["loss"] if 0 <= shown["loss"] < math.inf else None
-            self._local_steps, self._logged_at = 0, state.global_step
-        elif "train_loss" in logs and self._all_local_steps:
-            divisor = state.global_step - getattr(self.trainer, "_initial_global_step", 0)  # transformers 4 has none
-            shown["train_loss"] = logs["train_loss"] * max(divisor, 0.001) / self._all_local_steps
+            self._logged = steps, total
+        elif "train_loss" in logs and steps:
+            seconds = max(logs["train_runtime"], 1e-3)
+            shown = {
+                "train_loss": total / steps,
+                "train_samples_per_second": round(self._samples / seconds, 3),
+                "train_steps_per_second": round((state.global_step - self._joined_at) / seconds, 3),
+            }
         logs |= shown
         if state.log_history:
             state.log_history[-1] |= shown
