@@ -76,6 +76,8 @@ class SwarmCallback(TrainerCallback):
         _wrap(trainer, "train", self._train)
         _wrap(trainer, "get_batch_samples", self._count)
         _wrap(trainer, "set_initial_training_values", self._set_out)
+        _wrap(trainer, "evaluate", self._up_to_date)
+        _wrap(trainer, "_save_checkpoint", self._up_to_date)
 
     # --- what the Trainer asks itself ---
 
@@ -107,8 +109,15 @@ class SwarmCallback(TrainerCallback):
     def on_report(self, report: StepReport) -> None:
         """Told of each of the swarm's steps that this peer took. Seam; by default nothing."""
 
+    def _up_to_date(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What is evaluated or saved has the last step in it, and no half of one."""
+        if self.member is not None:
+            self.member.finish_updates()
+        return original(*args, **kwargs)
+
     def _set_out(self, original: Callable, args: TrainingArguments, dataloader: Any, *rest: Any) -> tuple:
         """How long to train: by the swarm's steps, however often this peer goes through its data meanwhile."""
+        self._leave()  # an attempt that ran out of memory
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(1, self)  # after the one that decides what is due, before those who tell it
@@ -126,15 +135,13 @@ class SwarmCallback(TrainerCallback):
     # --- what it tells ---
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **_):
-        self._leave()  # an attempt that ran out of memory
         self._refuse_a_batch_of_more_than_a_step(args)
-        self._keep(args, "max_grad_norm", 0.0)  # it is the swarm's gradient that is clipped
         trainer = self.trainer
         wrapped = trainer.optimizer
         shown = wrapped.optimizer if isinstance(wrapped, AcceleratedOptimizer) else wrapped
         member = Member(
             self.config, model, shown, trainer.lr_scheduler, lambda: self._at_hand,
-            max_grad_norm=self._kept["max_grad_norm"], max_steps=state.max_steps, epoch=state.global_step,
+            max_grad_norm=args.max_grad_norm, max_steps=state.max_steps, epoch=state.global_step,
             schedule=str(args.lr_scheduler_type), on_report=self.on_report,
         )  # fmt: skip
         member.start()
@@ -143,6 +150,8 @@ class SwarmCallback(TrainerCallback):
         own = trainer.accelerator._optimizers
         own[:] = [ours if one is wrapped else one for one in own] or [ours]
         trainer.optimizer = trainer.callback_handler.optimizer = ours
+        self._clip = trainer.accelerator.clip_grad_norm_
+        trainer.accelerator.clip_grad_norm_ = lambda *_, **__: member.clip.norm  # the swarm's gradient is clipped
         self._last_step = self._joined_at = state.global_step = self.member.epoch
         self._steps = self._samples = 0
         self._logged = 0, 0.0
@@ -150,11 +159,12 @@ class SwarmCallback(TrainerCallback):
             self._read_in_another_order(train_dataloader, args.seed)
 
     def _refuse_a_batch_of_more_than_a_step(self, args: TrainingArguments) -> None:
-        own = args.train_batch_size * args.gradient_accumulation_steps
+        size = self.trainer._train_batch_size  # with auto_find_batch_size it is not that of the arguments
+        own = size * args.gradient_accumulation_steps
         target = self.config.options.target_batch_size
         if own > target:
             raise SwarmError(
-                f"This peer's batch is {own} samples ({args.train_batch_size} x {args.gradient_accumulation_steps} "
+                f"This peer's batch is {own} samples ({size} x {args.gradient_accumulation_steps} "
                 f"accumulated), and target_batch_size of all peers together is {target}.\n"
                 f"1. Set target_batch_size to {own} or more; the same on all peers.\n"
                 "2. Or lower per_device_train_batch_size or gradient_accumulation_steps here.",
@@ -187,8 +197,6 @@ class SwarmCallback(TrainerCallback):
         if self.member.why_sent_away is not None:
             print(self.member.why_sent_away)
             control.should_training_stop = True
-        if control.should_evaluate or control.should_save:
-            self.member.finish_updates()
 
     def on_epoch_end(self, args, state, control, **_):
         if control.should_training_stop:
@@ -226,6 +234,7 @@ class SwarmCallback(TrainerCallback):
     def _leave(self) -> None:
         member, self.member = self.member, None
         if member is not None:
+            self.trainer.accelerator.clip_grad_norm_ = self._clip
             member.close()
             self.trainer.optimizer = self.trainer.callback_handler.optimizer = member.step.shown
 
