@@ -68,7 +68,6 @@ def moved(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], cl
     _complete(new)
 
     plain = type(optimizer).step
-    new._opt_called = True  # schedulers look at it, and warn
 
     def step(self, closure=None):
         if clip(self):
