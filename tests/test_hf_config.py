@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import psutil
 import pytest
 from hivemind.compression import Uniform8BitQuantization
 from hivemind.utils.multiaddr import Multiaddr
+from transformers import HfArgumentParser
 
 from volunteer_kit.swarm.codec import CODECS
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.training.hf_config import read_hivemind_config
+from volunteer_kit.training.hf_trainer import SwarmTrainingArguments
 
 OPT = {"run_id": "spanish", "target_batch_size": 512}
 
@@ -103,3 +107,23 @@ def test_what_cannot_be_is_told_with_the_way_out(config, words):
     with pytest.raises(SwarmError) as caught:
         read_hivemind_config(config)
     assert caught.value.kind == "bad_config" and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_arguments_with_objects_in_them_can_be_logged(tmp_path):
+    arguments = SwarmTrainingArguments(
+        str(tmp_path), hivemind_config={"dht": {}, "opt": {**OPT, "grad_compression": Uniform8BitQuantization()}}
+    )
+    assert "Uniform8BitQuantization" in arguments.to_json_string()
+    assert read_hivemind_config(arguments.hivemind_config).options.grad_codec is CODECS["uniform8"]
+
+
+def test_it_may_come_from_a_command_line(tmp_path):
+    config = {"dht": {}, "opt": OPT}
+    (tmp_path / "swarm.json").write_text(json.dumps(config))
+    parser = HfArgumentParser(SwarmTrainingArguments)
+    for given in (json.dumps(config), str(tmp_path / "swarm.json")):
+        (found,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--hivemind_config", given])
+        assert found.hivemind_config == config
+    for wrong in ("{not json", "nowhere.json"):
+        with pytest.raises(SwarmError, match="neither JSON nor a file"):
+            parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--hivemind_config", wrong])

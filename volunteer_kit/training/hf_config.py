@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
@@ -111,6 +113,17 @@ def read_hivemind_config(config: Mapping[str, Any]) -> HivemindConfig:
         raise _wrong(f'"wait_for_peers" is {wait_for_peers!r}; it should say how many peers begin, such as 2.')
     options = _read_options(run_id, target, opt, words)
     return HivemindConfig(run_id, peer, options, words=tuple(words), wait_for_peers=wait_for_peers)
+
+
+def read_json(text: str) -> Any:
+    """The same from a command line: JSON, or the path of a file with it. Raises SwarmError."""
+    try:
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise _wrong(
+            f"hivemind_config {text[:100]!r} is neither JSON nor a file with it: {error}.\n"
+            """1. Write it as '{"dht": {}, "opt": {"run_id": "ours", "target_batch_size": 256}}'."""
+        ) from None
 
 
 # --- "dht" ---

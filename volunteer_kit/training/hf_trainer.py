@@ -12,6 +12,7 @@ target_batch_size samples each; `num_train_epochs` passes of all peers together 
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -29,7 +30,7 @@ except ImportError as e:
 
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import StepReport
-from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config
+from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config, read_json
 from volunteer_kit.training.hf_member import Member
 
 DATA_ORDERS = 2**20  # different ones for those who join
@@ -39,12 +40,24 @@ DATA_ORDERS = 2**20  # different ones for those who join
 class SwarmTrainingArguments(TrainingArguments):
     """TrainingArguments, and whom to train with.
 
-    :param hivemind_config: {"dht": arguments of hivemind.DHT, "opt": arguments of hivemind.Optimizer}
+    :param hivemind_config: {"dht": arguments of hivemind.DHT, "opt": arguments of hivemind.Optimizer}; on a command
+        line the same as JSON, or the path of a file with it
+
+    Raises SwarmError for what is no JSON.
     """
 
-    hivemind_config: dict | None = field(
+    hivemind_config: dict | str | None = field(
         default=None, metadata={"help": 'The swarm: {"dht": {...}, "opt": {"run_id": ..., "target_batch_size": ...}}'}
     )
+
+    def __post_init__(self):
+        if isinstance(self.hivemind_config, str):
+            self.hivemind_config = read_json(self.hivemind_config)
+        super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For those who log it; compressions and other objects of the configuration by their names."""
+        return super().to_dict() | {"hivemind_config": json.loads(json.dumps(self.hivemind_config, default=str))}
 
 
 class SwarmTrainer(Trainer):
