@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import ipaddress
-import json
 import logging
 import signal
 import threading
@@ -24,6 +21,7 @@ from volunteer_kit.swarm.peer import Peer, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
 from volunteer_kit.training.hf_config import HivemindConfig
 from volunteer_kit.training.hf_optimizer import Clip, Count, Schedule, SwarmStep, hand_over, moved, parameters_of
+from volunteer_kit.training.hf_shared import fingerprint_of, require_sharable
 
 JOIN_PATIENCE = 60.0  # s for a first donor of the state
 LINGER = 60.0  # s at the end in which others may still take our state
@@ -60,32 +58,14 @@ class Member:
     ):
         self.config, self.model, self._shown, self._scheduler, self._count = config, model, shown, scheduler, count
         self._on_report = on_report
-        if not any(parameter.requires_grad for parameter in parameters_of(shown)):
-            raise SwarmError(
-                "The model has no parameters to train: there is nothing to average.\n"
-                "1. With PEFT, call get_peft_model before the trainer is made.\n"
-                "2. Else set requires_grad_(True) on what is to be trained.",
-                kind="bad_config",
-            )
-        if "metrics" in inspect.signature(scheduler.step).parameters:  # reduce_lr_on_plateau, greedy
-            raise SwarmError(
-                f"The schedule {type(scheduler).__name__} goes by each peer's own evaluation: their learning rates "
-                "would differ, and so would their models.\n1. Choose another lr_scheduler_type.",
-                kind="bad_config",
-            )
+        require_sharable(shown, scheduler)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = {id(parameter): place for place, parameter in enumerate(parameters_of(shown))}
         self.clip = Clip(max_grad_norm, [held[one] for one in names if one in held])
-        self._description = {
-            "parameters": [(names.get(id(p), ""), list(p.shape)) for p in parameters_of(shown) if p.requires_grad],
-            "optimizer": type(shown).__name__,
-            "settings": [_plain(group) for group in shown.param_groups],
-            "schedule": [schedule, 0 if schedule.startswith("constant") else max_steps],
-            "max_grad_norm": max_grad_norm or 0,
-            "target_batch_size": config.options.target_batch_size,
-            "codecs": [type(config.options.grad_codec).__name__, type(config.options.state_codec).__name__],
-            "delay": [config.options.delay_optimizer_step, config.options.delay_grad_averaging],
-        }
+        door, options = config.door, config.options
+        self.fingerprint = door.fingerprint if door is not None else fingerprint_of(
+            model, shown, options, schedule=schedule, max_steps=max_steps, max_grad_norm=max_grad_norm
+        )  # fmt: skip
         self._epoch = epoch
         self.peer: Peer | None = None
         self.swarm: SwarmOptimizer | None = None
@@ -96,13 +76,6 @@ class Member:
         self._loudness: int | None = None  # of hivemind's log, before us
         self._closing, self._news = threading.Event(), threading.Event()
         self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
-
-    @property
-    def fingerprint(self) -> str:
-        if self.config.door is not None:
-            return self.config.door.fingerprint
-        text = json.dumps(self._description, sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def longest(self) -> int:
@@ -335,15 +308,6 @@ def _is_public(maddr: str) -> bool:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """What of a parameter group's settings has to be equal; the learning rate as it was at first."""
-    return {
-        name: group.get("initial_lr", value) if name == "lr" else value
-        for name, value in group.items()
-        if name not in ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
-    }
 
 
 def _in_main_thread() -> bool:
