@@ -168,6 +168,8 @@ class Member:
         if self._epoch:
             swarm.state_averager.local_epoch = swarm.state_averager._state_epoch = self._epoch
             swarm.state_averager.describe()
+            with swarm.tracker.pause_updates():  # it counts samples of its own epoch only, and would find out late
+                swarm.tracker.update_epoch(self._epoch)
         return swarm
 
     def _adopt_schedule(self) -> None:

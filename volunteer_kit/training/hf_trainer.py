@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,14 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_pt_utils import find_batch_size
+    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as e:
     raise ImportError("SwarmTrainer needs transformers and accelerate: pip install 'volunteer-kit[hf]'") from e
 
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config, read_json
+from volunteer_kit.training.hf_data import OwnData, saved_state
 from volunteer_kit.training.hf_member import Member
 
 DATA_ORDERS = 2**20  # different ones for those who join
@@ -85,7 +87,8 @@ class SwarmCallback(TrainerCallback):
         self._last_step = self._joined_at = 0  # of the swarm's steps
         self._steps = self._samples = 0  # of this peer, since train() began
         self._logged: tuple[int, float] = (0, 0.0)  # steps of this peer, and the sum of their losses, in the log so far
-        self._kept: dict[str, Any] = {}  # of the arguments, while others stand in their place
+        self._data: OwnData | None = None
+        self._saved: dict[str, Any] = {}  # the Trainer's state in the checkpoint that we go on from
         _wrap(trainer, "train", self._train)
         _wrap(trainer, "get_batch_samples", self._count)
         _wrap(trainer, "set_initial_training_values", self._set_out)
@@ -94,20 +97,21 @@ class SwarmCallback(TrainerCallback):
 
     # --- what the Trainer asks itself ---
 
-    def _train(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, original: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Whatever happens in it, this peer leaves the swarm at its end."""
+        last = resume_from_checkpoint is True and get_last_checkpoint(self.trainer.args.output_dir)
+        self._saved = saved_state(last or resume_from_checkpoint)
         try:
-            found = original(*args, **kwargs)
+            found = original(resume_from_checkpoint, *args, **kwargs)
             return found._replace(training_loss=found.metrics.get("train_loss", found.training_loss))
         finally:
             self._leave()
-            for name, value in self._kept.items():
-                setattr(self.trainer.args, name, value)
-            self._kept.clear()
 
-    def _count(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
+    def _count(self, original: Callable, iterator: Iterator, *args: Any, **kwargs: Any) -> tuple:
         """Samples of the next step of this peer, and what their loss is a mean over."""
-        batches, items = found = original(*args, **kwargs)
+        batches, items = found = original(self._data.iterator(iterator), *args, **kwargs)
+        if not batches:
+            self._data.ended()
         samples = sum(find_batch_size(batch) or self.trainer._train_batch_size for batch in batches)
         self._samples += samples
         names = [name for batch in batches for name in self.names_of(batch)]
@@ -134,16 +138,13 @@ class SwarmCallback(TrainerCallback):
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(1, self)  # after the one that decides what is due, before those who tell it
-        epochs, *values, max_steps = original(args, dataloader, *rest)
+        _, own_steps, *values, max_steps = original(args, dataloader, *rest)
         if args.max_steps <= 0:
             samples = self.trainer.num_examples(dataloader) * args.num_train_epochs
             max_steps = max(1, math.ceil(samples / self.config.options.target_batch_size))
-        self._keep(args, "ignore_data_skip", True)  # a step of the swarm says nothing of how far we are in our data
-        return sys.maxsize, *values, max_steps
-
-    def _keep(self, args: TrainingArguments, name: str, value: Any) -> None:
-        self._kept.setdefault(name, getattr(args, name))
-        setattr(args, name, value)
+        saved = {} if args.ignore_data_skip else self._saved
+        self._data = OwnData(dataloader, own_steps, args.gradient_accumulation_steps, saved)
+        return sys.maxsize, self._data.steps, *values, max_steps
 
     # --- what it tells ---
 
@@ -188,8 +189,10 @@ class SwarmCallback(TrainerCallback):
         """Those who join read other samples first than those who are there; whoever is alone is as a plain Trainer."""
         offset = 1 + int.from_bytes(self.member.peer.peer_id.to_bytes()[-4:], "big") % DATA_ORDERS
         torch.manual_seed(seed + offset)
-        if hasattr(dataloader, "set_epoch"):
-            _wrap(dataloader, "set_epoch", lambda original, epoch: original(epoch + offset))
+        sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+        owner = sampler if hasattr(sampler, "set_epoch") else dataloader  # a resumed Trainer makes another loader
+        if hasattr(owner, "set_epoch"):
+            _wrap(owner, "set_epoch", lambda original, epoch: original(epoch + offset))
 
     def on_optimizer_step(self, args, state, control, **_):
         self._steps += 1
@@ -199,6 +202,8 @@ class SwarmCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         before, now = self._last_step, state.global_step
         self._last_step = now
+        if (passes := self._data.passes(self._steps)) is not None:
+            state.epoch = passes
         if now == before:
             control.should_log = control.should_evaluate = control.should_save = False
         elif now > before + 1:  # caught up with others
