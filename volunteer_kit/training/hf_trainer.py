@@ -88,6 +88,7 @@ class SwarmCallback(TrainerCallback):
         self._steps = self._samples = 0  # of this peer, since train() began
         self._logged: tuple[int, float] = (0, 0.0)  # steps of this peer, and the sum of their losses, in the log so far
         self._data: OwnData | None = None
+        self._held: list[list[torch.Tensor]] | None = None  # by an optimizer, with what is frozen
         self._saved: dict[str, Any] = {}  # the Trainer's state in the checkpoint that we go on from
         _wrap(trainer, "train", self._train)
         _wrap(trainer, "get_batch_samples", self._count)
@@ -106,6 +107,10 @@ class SwarmCallback(TrainerCallback):
             return found._replace(training_loss=found.metrics.get("train_loss", found.training_loss))
         finally:
             self._leave()
+            if self._held is not None:
+                for group, held in zip(self.trainer.optimizer.param_groups, self._held, strict=True):
+                    group["params"] = held
+                self._held = None
 
     def _count(self, original: Callable, iterator: Iterator, *args: Any, **kwargs: Any) -> tuple:
         """Samples of the next step of this peer, and what their loss is a mean over."""
@@ -135,6 +140,7 @@ class SwarmCallback(TrainerCallback):
     def _set_out(self, original: Callable, args: TrainingArguments, dataloader: Any, *rest: Any) -> tuple:
         """How long to train: by the swarm's steps, however often this peer goes through its data meanwhile."""
         self._leave()  # an attempt that ran out of memory
+        self._leave_out_what_is_frozen()
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(1, self)  # after the one that decides what is due, before those who tell it
@@ -145,6 +151,15 @@ class SwarmCallback(TrainerCallback):
         saved = {} if args.ignore_data_skip else self._saved
         self._data = OwnData(dataloader, own_steps, args.gradient_accumulation_steps, saved)
         return sys.maxsize, self._data.steps, *values, max_steps
+
+    def _leave_out_what_is_frozen(self) -> None:
+        """An optimizer that was passed in may hold the whole model: torch's skip what has no gradient, and in the swarm
+        all has one."""
+        groups = getattr(self.trainer.optimizer, "param_groups", [])
+        if self._held is None and any(not p.requires_grad for group in groups for p in group["params"]):
+            self._held = [group["params"] for group in groups]
+            for group in groups:
+                group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
     # --- what it tells ---
 
