@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.training.hf_optimizer import Clip, Schedule, hand_over, moved, parameters_of
+from volunteer_kit.training.hf_shared import require_sharable
 
 NAMES = (
     "AdamW", "SGD", "momentum", "RMSprop", "Adagrad", "NAdam", "Rprop", "RAdam", "Adadelta", "Adafactor", "AdamW8bit",
@@ -93,6 +95,23 @@ def test_the_gradient_is_clipped_in_the_models_order_and_measured():
     other.step()
     assert clip.norm == norm.item() and clip.rate == 1e-2
     assert all(torch.equal(a, b) for a, b in zip(own, parameters_of(other), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "methods", "word"),
+    [
+        ("LayerWiseDummyOptimizer", (), "computed"),
+        ("AdaLomo", (), "computed"),
+        ("ScheduleFree", ("eval",), "two models"),
+    ],
+)
+def test_an_optimizer_that_cannot_wait_for_the_swarm_is_refused(name, methods, word):
+    schedule = torch.optim.lr_scheduler.ConstantLR(make("SGD", parameters()))
+    kind = type(name, (torch.optim.SGD,), {method: lambda self: None for method in methods})
+    with pytest.raises(SwarmError, match=word) as caught:
+        require_sharable(kind(parameters(), lr=0.1), schedule)
+    assert caught.value.kind == "bad_config" and name in str(caught.value)
+    require_sharable(make("AdamW", parameters()), schedule)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
