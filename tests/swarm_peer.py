@@ -10,8 +10,8 @@ import threading
 
 import torch
 
+from benchmarks.netlab import enter
 from tests.attacks import ATTACKS
-from tests.network import enter
 from tests.peer_questions import Questions, membership
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.codec import make_codec

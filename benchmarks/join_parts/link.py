@@ -20,62 +20,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-HOSTS = {"donor": "10.78.0.1", "joiner": "10.78.0.2"}
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.netlab import Line, Netlab, NoNetlab
+
+ROLES = {"donor": 1, "joiner": 2}  # and their machines
 PATIENCE = 1200.0  # s for everything
-BURST = "64kb"  # what the shaper lets through at once, a packet as large as the kernel makes them
-
-
-# --- the line ---
-
-
-class Line:
-    """Two namespaces with one line between them.
-
-    :param down: Mbit/s to the joiner; `up`: from it
-    :param rtt: ms that packets are held on their way there and back. Where the kernel has no netem there is none, and
-        `delayed` is False
-    """
-
-    def __init__(self, down: float, up: float, rtt: float):
-        self.rates, self.rtt, self.delayed = {"donor": down, "joiner": up}, rtt, False
-        self.names = {role: f"link-{os.getpid()}-{role}" for role in HOSTS}
-
-    def __enter__(self) -> Line:
-        for name in self.names.values():
-            ip("netns", "add", name)
-        donor, joiner = self.names.values()
-        ip("-n", donor, "link", "add", "line", "type", "veth", "peer", "name", "line", "netns", joiner)
-        for role, name in self.names.items():
-            ip("-n", name, "addr", "add", f"{HOSTS[role]}/24", "dev", "line")
-            for device in ("lo", "line"):
-                ip("-n", name, "link", "set", device, "up")
-            self._shape(name, self.rates[role])
-        return self
-
-    def _shape(self, name: str, mbps: float) -> None:
-        at = ["root"]
-        if self.rtt:
-            delay = ["root", "handle", "1:", "netem", "delay", f"{self.rtt / 2:g}ms", "limit", "10000"]
-            done = subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "line", *delay], capture_output=True)
-            self.delayed = done.returncode == 0
-            at = ["parent", "1:", "handle", "2:"] if self.delayed else at
-        shaper = ["tbf", "rate", f"{mbps:g}mbit", "burst", BURST, "latency", "200ms"]
-        run("tc", "-n", name, "qdisc", "add", "dev", "line", *at, *shaper)
-
-    def __exit__(self, *_) -> None:
-        for name in self.names.values():
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def ip(*words: str) -> None:
-    run("ip", *words)
-
-
-def run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}: {done.stderr.strip()}\nShaping a line takes root and iproute2.")
 
 
 # --- a peer, in a process of its own ---
@@ -99,7 +51,7 @@ def be_peer(role: str, run_name: str, initial_peers: list[str]) -> None:
     model = build_model(config)
     groups = build_param_groups(config, model)
     make_optimizer, make_scheduler = build_optimizer(config)
-    maddrs = [f"/ip4/{HOSTS[role]}/tcp/0"]
+    maddrs = [f"/ip4/{Netlab.address(ROLES[role])}/tcp/0"]
     peer = start_peer(PeerConfig(initial_peers=initial_peers, host_maddrs=maddrs, client_mode=role == "joiner"))
     say("connected", maddrs=peer.visible_maddrs(), rtt=round_trip(initial_peers))
     options = replace(swarm_options(config), max_samples_per_second=1e6)  # the donor's one step counts thousands
@@ -195,11 +147,11 @@ def round_trip(maddrs: list[str]) -> float | None:
 class PeerProcess:
     """A peer on its side of the line, and what it says."""
 
-    def __init__(self, line: Line, role: str, run_name: str, initial_peers: list[str]):
+    def __init__(self, lab: Netlab, role: str, run_name: str, initial_peers: list[str]):
         arguments = ["--role", role, "--run", run_name, "--peers", *initial_peers]
         self.role, self.said = role, {}
         self.process = subprocess.Popen(
-            ["ip", "netns", "exec", line.names[role], sys.executable, __file__, *arguments],
+            [*lab.inside(ROLES[role]), sys.executable, __file__, *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
@@ -230,14 +182,14 @@ def describe(event: dict) -> str:
 def measure(run_name: str, down: float, up: float, rtt: float) -> dict:
     """Join once. :returns: the figures of the last line."""
     peers: list[PeerProcess] = []
-    with Line(down, up, rtt) as line:
+    with Netlab([Line(), Line(down, up, rtt)]) as lab:
         alarm = threading.Timer(PATIENCE, lambda: [peer.process.kill() for peer in peers])
         alarm.start()
         try:
-            peers.append(donor := PeerProcess(line, "donor", run_name, []))
-            maddrs = [m for m in donor.wait_for("connected")["maddrs"] if HOSTS["donor"] in m]
+            peers.append(donor := PeerProcess(lab, "donor", run_name, []))
+            maddrs = [m for m in donor.wait_for("connected")["maddrs"] if lab.address(ROLES["donor"]) in m]
             held = donor.wait_for("ready")["digest"]
-            peers.append(joiner := PeerProcess(line, "joiner", run_name, maddrs))
+            peers.append(joiner := PeerProcess(lab, "joiner", run_name, maddrs))
             joiner.wait_for("finished")
         finally:
             alarm.cancel()
@@ -274,13 +226,16 @@ def main() -> int:
     parser.add_argument("--down", type=float, default=20, help="Mbit/s to the joiner")
     parser.add_argument("--up", type=float, default=10, help="Mbit/s from it")
     parser.add_argument("--rtt", type=float, default=40, help="ms, where the kernel has netem")
-    parser.add_argument("--role", choices=HOSTS, help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
     parser.add_argument("--peers", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
         be_peer(options.role, options.run, options.peers)
         return 0
-    found = measure(options.run, options.down, options.up, options.rtt)
+    try:
+        found = measure(options.run, options.down, options.up, options.rtt)
+    except NoNetlab as e:
+        sys.exit(str(e))
     print(json.dumps({key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in found.items()}))
     return 0 if found["state_equal"] else 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WORDS, SHORTEST, LONGEST = 64, 4, 24
@@ -21,6 +22,13 @@ def tiny_llama(hidden: int = 32, layers: int = 2) -> LlamaForCausalLM:
                 num_attention_heads=2, max_position_embeddings=2 * LONGEST,
             )
         )  # fmt: skip
+
+
+def with_adapters(model: LlamaForCausalLM, rank: int) -> PeftModel:
+    """The same on every peer, too: who begins with others' adapters has them to download first."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
 
 
 class Sentences(torch.utils.data.Dataset):
