@@ -173,12 +173,14 @@ async def ask(dht, node, peer) -> bool:
     return await answers(node, peer)
 
 
-def test_who_answers_whatever_it_says_is_there_and_who_is_unknown_is_not(peers):
+def test_who_answers_whatever_it_says_is_there_and_who_is_unknown_is_not(peers, reach):
     first, server, client = peers
     for asker, asked in [(first, server), (first, client), (server, first), (client, first)]:
         assert asker.dht.run_coroutine(partial(ask, peer=asked.peer_id)) is True
     nobody = PeerID(b"\x12\x20" + bytes(32))
     assert first.dht.run_coroutine(partial(ask, peer=nobody)) is False
+    assert reach[0].is_there({nobody, client.peer_id}) and not reach[0].is_there({nobody})
+    assert not reach[0].is_there(set())
 
 
 class NoDht:

@@ -12,7 +12,7 @@ import ipaddress
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,6 +94,17 @@ class Reach:
         """s since somebody last answered, 0 unless cut off."""
         return time.monotonic() - self._answered_at if self.cut_off else 0.0
 
+    def is_there(self, peers: Collection[PeerID]) -> bool:
+        """Does any of these answer? It takes seconds if none does."""
+        if not peers:
+            return False
+        try:
+            asked = partial(does_any_answer, peers=tuple(peers))
+            return self._dht.run_coroutine(asked, return_future=True).result(timeout=2 * ANSWER_WITHIN)
+        except Exception as e:
+            logger.info(f"Could not ask whether they are there: {e!r}")
+            return False
+
     def known_peers(self) -> list[str]:
         """Addresses of peers that were here lately and take calls, the latest first, MAX_KNOWN at most: initial_peers
         for a restart."""
@@ -162,6 +173,10 @@ async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up
         with suppress(Exception):  # fill the routing table: it has been emptied by calls that nobody took
             await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), ANSWER_WITHIN)
     return found
+
+
+async def does_any_answer(dht: DHT, node: DHTNode, peers: Sequence[PeerID]) -> bool:
+    return any(await asyncio.gather(*(answers(node, peer) for peer in peers)))
 
 
 async def answers(node: DHTNode, peer: PeerID) -> bool:

@@ -200,7 +200,7 @@ class SwarmProgressTracker(ProgressTracker):
     ):
         self.limits, self.claims_dropped = limits, 0
         self.highest_claim = 0  # epoch that somebody claims, believed or not
-        self.num_behind = 0  # others whose epoch is not ours yet
+        self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
         self._attends = False  # trains nothing
         self._trained = -math.inf  # the last epoch that samples of ours are of
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
@@ -284,7 +284,8 @@ class SwarmProgressTracker(ProgressTracker):
         progress = super()._parse_swarm_progress_data(
             {subkey: ValueWithExpiration(claim.dict(), expiration) for subkey, (claim, expiration) in trusted.items()}
         )
-        self.num_behind = sum(c.peer_id != own_id and c.epoch < own_epoch for c, _ in trusted.values())
+        behind = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch < own_epoch]
+        self.behind = frozenset(PeerID(c.peer_id) for c in behind)
         # hivemind counts records, and takes itself for alone while its own is not stored yet
         progress.num_peers = 1 + sum(claim.peer_id != own_id for claim, _ in trusted.values())
         return progress

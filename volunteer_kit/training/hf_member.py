@@ -25,6 +25,7 @@ from volunteer_kit.training.hf_shared import fingerprint_of, require_sharable
 
 JOIN_PATIENCE = 60.0  # s for a first donor of the state
 LINGER = 60.0  # s at the end in which others may still take our state
+GONE_AFTER = 3  # calls in a row that nobody took: a busy machine misses one
 RECORD_EVERY = 15.0  # s
 ALL_TRAINERS = "trainers"  # the board on which each says which run it trains
 HIVEMIND = logging.getLogger("hivemind")
@@ -253,14 +254,17 @@ class Member:
         self.swarm.settle(patience=LINGER / 2)
 
     def linger(self) -> None:
-        """Others may still take the last state from us; whoever has just come is on the board before it has samples."""
-        deadline, tracker = time.monotonic() + LINGER, self.swarm.tracker
+        """Others may still take the last state from us; whoever has just come is on the board before it has samples. Of
+        those that were killed records stay for a minute: nobody waits for whom nobody reaches."""
+        deadline, tracker, in_vain = time.monotonic() + LINGER, self.swarm.tracker, 0
         self._news.set()
         while time.monotonic() < deadline and not self.swarm.client_mode:
             tracker.attend(self.epoch)
             tracker.look_again(timeout=5.0)
             same = [one for one in self._others(self.board) if one.fingerprint == self.fingerprint]
-            if not tracker.num_behind and all(one.epoch >= self.epoch for one in same):
+            behind = tracker.behind | {PeerID(one.peer_id) for one in same if one.epoch < self.epoch}
+            in_vain = 0 if self.swarm.reach.is_there(behind) else in_vain + 1
+            if not behind or in_vain == GONE_AFTER:
                 return
             time.sleep(0.5)
 
