@@ -109,6 +109,21 @@ def test_what_a_client_says_does_not_move_the_swarms_epoch(tracker, people):
     assert tracker._parse_swarm_progress_data({honest.subkey: entry(honest.claims(epoch=4))}).epoch == 4
 
 
+@pytest.mark.parametrize(
+    "epoch, silent, behind, late, why",
+    [
+        (3, 50.0, 0, 0, "at a long microbatch of ours"),
+        (2, 50.0, 1, 0, "its round may be the next"),
+        (1, 1.0, 1, 0, "where epochs are short its word is older than they are"),
+        (1, 50.0, 1, 1, "killed, or it has a state to take first"),
+    ],
+)
+def test_who_is_gone_is_not_awaited_as_long_as_its_record_lasts(tracker, people, epoch, silent, behind, late, why):
+    claims = people[0].claims(epoch=epoch, time=get_dht_time() - silent)
+    progress = tracker._parse_swarm_progress_data({people[0].subkey: entry(claims)})
+    assert (progress.num_peers, len(tracker.behind), tracker.num_late) == (2, behind, late), why
+
+
 def test_a_peer_that_has_left_is_no_lie(tracker, people):
     progress = tracker._parse_swarm_progress_data({people[0].subkey: entry(None)})
     assert progress.num_peers == 1 and tracker.claims_dropped == 0

@@ -230,7 +230,7 @@ class SwarmOptimizer(FollowingOptimizer):
     def _prepare_to_meet(self) -> None:
         self.grad_averager.told = self.state_averager.told
         for averager in (self.grad_averager, self.state_averager):
-            averager.expected_group_size = self.tracker.global_progress.num_peers
+            averager.expected_group_size = self.tracker.global_progress.num_peers - self.tracker.num_late
             averager.order = self.state_averager.obeyed
 
     def _maybe_schedule_state_averaging(self) -> None:

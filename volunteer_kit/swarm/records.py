@@ -30,6 +30,7 @@ from volunteer_kit.swarm.identity import peer_id_of_owner
 logger = get_logger(__name__)
 MAX_PEERS = 10_000
 MAX_EPOCH = 2**31
+LATE = 5.0  # s without a word; clocks may differ by 3
 
 
 # --- who is here ---
@@ -201,6 +202,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.limits, self.claims_dropped = limits, 0
         self.highest_claim = 0  # epoch that somebody claims, believed or not
         self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
+        self.num_late = 0  # of these, who will not be in the next round: they are gone, or have a state to take first
         self._attends = False  # trains nothing
         self._trained = -math.inf  # the last epoch that samples of ours are of
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
@@ -286,6 +288,7 @@ class SwarmProgressTracker(ProgressTracker):
         )
         behind = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch < own_epoch]
         self.behind = frozenset(PeerID(c.peer_id) for c in behind)
+        self.num_late = sum(c.epoch < own_epoch - 1 and c.time < now - LATE for c in behind)
         # hivemind counts records, and takes itself for alone while its own is not stored yet
         progress.num_peers = 1 + sum(claim.peer_id != own_id for claim, _ in trusted.values())
         return progress
