@@ -12,6 +12,7 @@ import builtins
 import json
 import sys
 import time
+from dataclasses import replace
 
 import torch
 from safetensors.torch import save_file
@@ -84,6 +85,8 @@ def main() -> None:
     )
     telling = Telling(trainer, {"dht": settings["dht"], "opt": settings["opt"]})
     telling.pause = settings.get("pause", 0.0)
+    options = replace(telling.config.options, **settings.get("options", {}))
+    telling.config = replace(telling.config, options=options)
     trainer.add_callback(telling)
     began = time.monotonic()
     trainer.train(resume_from_checkpoint=settings.get("resume"))

@@ -1,0 +1,130 @@
+"""Trainers of a swarm that die, are resumed, fall behind, or are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.fine_tunes import TalkingPeer, on_loopback
+
+LEARNING = {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 5}
+MEETING = {"run_id": "three", "matchmaking_time": 2.0, "averaging_timeout": 20.0}
+
+
+class Trainers:
+    """Processes of benchmarks/trainer_parts/peer.py, the others invited by the first."""
+
+    def __init__(self, folder: Path, target: int, options: dict | None = None, **arguments):
+        self._folder, self.peers = folder, []
+        self._settings = {
+            "arguments": {**LEARNING, **arguments},
+            "opt": {**MEETING, "target_batch_size": target},
+            "options": options or {},
+        }
+
+    def load(self) -> TalkingPeer:
+        """A process that has not begun yet."""
+        peer = TalkingPeer(self._folder / f"{len(self.peers)}.log", module="benchmarks.trainer_parts.peer")
+        self.peers.append(peer)
+        return peer
+
+    def begin(self, peer: TalkingPeer, number: int, wait_for: int = 1, **settings) -> None:
+        """:param number: whose rows it has, and whose folder"""
+        invited = [] if peer is self.peers[0] else on_loopback(self.peers[0].wait_event("invitation")["maddrs"])
+        peer.out = self._folder / f"{number}.safetensors"
+        own = {
+            "rows": [1000 * number, 400],
+            "out": str(peer.out),
+            "dht": {"initial_peers": invited},
+            "opt": {**self._settings["opt"], "wait_for_peers": wait_for},
+        }
+        peer.order(json.dumps({**self._settings, **own, **settings}))
+
+    def all_begin(self, count: int) -> list[TalkingPeer]:
+        for peer in [self.load() for _ in range(count)]:
+            self.begin(peer, self.peers.index(peer), wait_for=count)
+        return self.peers
+
+
+@contextlib.contextmanager
+def trainers(folder: Path, target: int, **settings) -> Iterator[Trainers]:
+    made = Trainers(folder, target, **settings)
+    try:
+        yield made
+    finally:
+        for peer in made.peers:
+            peer.kill()
+
+
+def step_of(peer: TalkingPeer, after: int, group_size: int) -> dict:
+    """The next one after this epoch that it took in a group of so many."""
+    return peer.wait_for(
+        lambda e: e["event"] == "step" and e["epoch"] > after and e["group_size"] == group_size and not e["failure"]
+    )
+
+
+def last_step(peer: TalkingPeer) -> int:
+    return max(event["epoch"] for event in peer.events if event["event"] == "step")
+
+
+def end_equal(*peers: TalkingPeer) -> list[list[float]]:
+    """:returns: their losses, as logged"""
+    logs = [peer.wait_event("done")["log"] for peer in peers]
+    models = [load_file(peer.out) for peer in peers]
+    assert all(torch.equal(models[0][name], model[name]) for model in models[1:] for name in models[0])
+    return [[entry["loss"] for entry in log if "loss" in entry] for log in logs]
+
+
+@pytest.mark.slow
+def test_of_three_one_is_killed_and_another_killed_and_resumed(tmp_path):
+    """The two that are left end with one model, and wait for nobody, though the records of the dead stay a minute."""
+    with trainers(tmp_path, 48, max_steps=50, save_strategy="steps", save_steps=5) as swarm:
+        first, lost, resumed = swarm.all_begin(3)
+        again = swarm.load()
+        met = step_of(resumed, after=8, group_size=3)["epoch"]
+        lost.kill()
+        step_of(first, after=met, group_size=2)
+        resumed.kill()
+        checkpoint = resumed.out.with_suffix(".safetensors.d") / "checkpoint-5"  # a later one may be half written
+        swarm.begin(again, 2, resume=str(checkpoint))
+        back = step_of(again, after=met, group_size=2)["epoch"]
+        first.wait_for(lambda e: e["event"] == "step" and e["epoch"] == 50)
+        later = [e["seconds"] for e in first.events if e["event"] == "step" and back + 8 < e["epoch"] <= back + 18]
+        assert min(later) < MEETING["matchmaking_time"] / 2
+        first.wait_event("done", timeout=30.0)
+        losses = end_equal(first, again)
+        assert last_step(first) == last_step(again) == 50
+        assert all(loss[-1] < loss[0] for loss in losses)
+
+
+@pytest.mark.slow
+def test_a_slow_one_is_left_out_and_comes_back(tmp_path):
+    with trainers(tmp_path, 48, max_steps=40) as swarm:
+        first, second, slow = swarm.all_begin(3)
+        met = step_of(slow, after=5, group_size=3)["epoch"]
+        slow.process.send_signal(signal.SIGSTOP)  # its p2pd goes on, as that of a machine with much to compute
+        without = step_of(first, after=met + 3, group_size=2)["epoch"]
+        slow.process.send_signal(signal.SIGCONT)
+        assert step_of(slow, after=without, group_size=3)["rows"]
+        losses = end_equal(first, second, slow)
+        assert last_step(first) == last_step(second) == last_step(slow) == 40
+        assert all(loss[-1] < loss[0] for loss in losses)
+
+
+@pytest.mark.slow
+def test_who_joined_somebody_that_is_gone_goes_on_alone(tmp_path):
+    with trainers(tmp_path, 48, options={"alone_after": 12.0, "metadata_expiration": 10.0}, max_steps=30) as swarm:
+        first, joined = swarm.all_begin(2)
+        step_of(joined, after=5, group_size=2)
+        first.kill()
+        assert joined.wait_event("done")["steps"] == 30 == last_step(joined)
+        assert "Nobody in the swarm answers" in joined.said
+        assert "After 12 s of silence this one goes on alone." in joined.said
+        assert "known to be gone" in joined.said

@@ -1,0 +1,101 @@
+"""Two people fine-tune together, each by a script as one writes it: every form of hivemind_config, in two processes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hivemind.p2p import PeerID
+
+from tests.fine_tunes import Pair, edited, on_loopback
+from tests.local_swarm import ROOT
+from volunteer_kit.swarm.identity import ensure_identity
+from volunteer_kit.swarm.peer import free_port
+
+PARTS = ROOT / "benchmarks/trainer_parts"
+EXAMPLE = (PARTS / "together.py").read_text()
+HEADING = "Fine-tuning with transformers"  # of the README's section
+
+
+def example_of(text: str) -> str:
+    """The first block of Python under HEADING."""
+    _, section = re.split(rf"^#+ {HEADING}$", text, flags=re.M)
+    return re.search(r"^```python\n(.*?)^```$", section, re.M | re.S).group(1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    pair = Pair(tmp_path_factory.mktemp("pair"))
+    yield pair
+    try:
+        pair.leave()
+    finally:
+        pair.close()
+
+
+def test_the_one_who_begins_names_nobody_and_the_other_takes_the_printed_line(pair):
+    one, other = pair.train(EXAMPLE)
+    assert one.logged("step")[-1] == other.logged("step")[-1] == 20
+    assert 0 < one.logged("loss")[-1] < one.logged("loss")[0]
+
+
+def test_the_example_of_the_readme_trains_with_another(pair):
+    example = example_of((ROOT / "README.md").read_text())
+    pair.train(re.sub(r"max_steps=\d+", "max_steps=5", example), given=True)
+
+
+def test_the_second_joins_over_udp_alone(pair, tmp_path):
+    """The older form of quic is read; the identity is the one of the file."""
+    identity = tmp_path / "me.key"
+    ensure_identity(str(identity))
+    both = {"host_maddrs": ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic"]}
+    one, other = pair.train(
+        EXAMPLE, {**both, "identity_path": str(identity)}, both, choose=lambda maddrs: on_loopback(maddrs, "udp")
+    )
+    assert "/udp/0/quic is read as /ip4/0.0.0.0/udp/0/quic-v1" in one.said
+    assert one.wait_event("met")["peer_id"] == str(PeerID.from_identity(identity.read_bytes()))
+    for person in (one, other):
+        (address,) = person.wait_event("met")["addresses"]  # of all connections of its p2pd
+        assert re.fullmatch(r"/ip4/127\.0\.0\.1/udp/\d+/quic-v1", address)
+
+
+@pytest.mark.slow
+def test_a_fixed_port_stands_in_the_printed_line(pair):
+    port = free_port()
+    verbose = EXAMPLE.replace('"target_batch_size": 16', '"target_batch_size": 16, "verbose": True')
+    one, _ = pair.train(verbose, {"host_maddrs": [f"/ip4/0.0.0.0/tcp/{port}"]})
+    assert all(f"/tcp/{port}/p2p/" in maddr for maddr in one.invitation())
+
+
+def test_the_address_of_a_router_is_printed_while_this_machine_listens(pair):
+    port = free_port()
+    one, _ = pair.train(
+        EXAMPLE,
+        {"host_maddrs": [f"/ip4/203.0.113.5/tcp/{port}"]},
+        choose=lambda maddrs: [maddr.replace("203.0.113.5", "127.0.0.1") for maddr in maddrs],
+    )
+    assert "203.0.113.5 is not an address of this machine: it is announced" in one.said
+    peer_id = one.wait_event("met")["peer_id"]
+    assert one.invitation() == [f"/ip4/203.0.113.5/tcp/{port}/p2p/{peer_id}"]
+
+
+@pytest.mark.parametrize("name", ["qlora", pytest.param("sft", marks=pytest.mark.slow)])
+def test_adapters_learn_together_and_are_equal_at_the_end(pair, name):
+    """Over a base of 4 bits with paged 8-bit AdamW; by TRL's trainer with the callback."""
+    if name == "qlora":
+        pytest.importorskip("bitsandbytes")
+    people = pair.train((PARTS / f"{name}.py").read_text())
+    for person in people:
+        losses = person.logged("loss")
+        assert losses[-1] < losses[0] - 0.5
+        assert person.trained and all("lora_" in parameter for parameter in person.trained)
+
+
+def test_other_settings_under_the_same_run_id_are_told_and_not_averaged(pair):
+    one, other = pair.idle()
+    one.begin(edited(EXAMPLE.replace("max_steps=20", "max_steps=2000"), {}))
+    one.wait_event("met")
+    invited = {"initial_peers": on_loopback(one.invitation())}
+    other.begin(edited(EXAMPLE.replace("max_steps=20", "max_steps=3000"), invited))
+    with pytest.raises(AssertionError, match="'ours' with another model or other settings"):
+        other.wait_event("met")
