@@ -77,5 +77,44 @@ def test_the_collector_takes_no_task_that_waits(peer):
     assert asked.result(timeout=20) == "it came"
 
 
+def have_ended() -> None:
+    raise ConnectionResetError("who asked is no longer there")
+
+
+class OfOneWhoEnded:
+    """In the DHT's pipe: what an averager's process had asked before it ended."""
+
+    def __reduce__(self):
+        return have_ended, ()
+
+
+def test_a_question_of_one_who_has_ended_stops_nobody(peer):
+    """hivemind's DHT then stands still for 5 s; one that should end is killed meanwhile."""
+    peer.dht._outer_pipe.send(("_get", [], {"future": OfOneWhoEnded()}))
+    assert peer.dht.run_coroutine(count_tasks, return_future=True).result(timeout=3.0) > 0
+
+
+async def count_tasks(dht, node) -> int:
+    return len(asyncio.all_tasks())
+
+
+def test_who_is_killed_leaves_no_process_behind(tmp_path):
+    """As the system does when memory runs out: this one process, not its group."""
+    from tests.local_swarm import LocalPeer  # not where this file is run as a program
+
+    peer, alive = LocalPeer(tmp_path / "peer.log"), []
+    try:
+        peer.wait_epoch(1)
+        processes = psutil.Process(peer.process.pid).children(recursive=True)
+        peer.process.kill()
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        names = [process.cmdline() for process in alive]
+        assert len(processes) >= 4 and not any("swarm_peer" in str(name) or "p2pd" in str(name) for name in names)
+    finally:
+        for process in alive:
+            process.kill()
+        peer.kill()
+
+
 if __name__ == "__main__":
     print(json.dumps(rewrite_what_a_fork_inherited()))

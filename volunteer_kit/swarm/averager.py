@@ -27,7 +27,7 @@ from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, under_order, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
-from volunteer_kit.swarm.forked import forget_inherited_tensors, hold_tasks
+from volunteer_kit.swarm.forked import end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
 from volunteer_kit.swarm.traffic import Traffic
 
@@ -162,6 +162,7 @@ class SwarmAverager(DecentralizedAverager):
             pass  # the control has it already; nobody awaits this task, and what it raises is printed as a traceback
 
     def run(self) -> None:
+        end_with_parent()
         forget_inherited_tensors()
         hold_tasks(hivemind.averaging.averager)
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small

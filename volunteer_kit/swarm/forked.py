@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
+import threading
 import weakref
 from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -74,6 +78,31 @@ def hold_tasks(module: ModuleType) -> None:
     module.switch_to_uvloop = make_holding_loop
 
 
+def end_with_parent() -> None:
+    """To be called first in a forked process: where its parent is killed, it would go on for ever."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
+
+
+class _Inbox:
+    """A DHT's pipe, without the questions that cannot be read since whoever asked has ended meanwhile: hivemind stands
+    still for 5 s after each, and is killed where it should end in that time."""
+
+    def __init__(self, pipe: Connection):
+        self._pipe = pipe
+        self.fileno, self.poll = pipe.fileno, pipe.poll
+
+    def recv(self) -> tuple[str, list, dict]:
+        try:
+            return self._pipe.recv()
+        except (OSError, RuntimeError):
+            return "_leave_unanswered", [], {}
+
+
 class LeanDHT(hivemind.DHT):
     """hivemind.DHT whose process keeps nothing of the model, and speaks with admitted peers only.
 
@@ -85,9 +114,18 @@ class LeanDHT(hivemind.DHT):
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
+        end_with_parent()
         forget_inherited_tensors()
         hold_tasks(hivemind.dht.dht)
+        self._inner_pipe = _Inbox(self._inner_pipe)
+        # Ctrl-C reaches all of a process group; p2pd would end at once, and nobody could take leave
+        asyncio.subprocess.create_subprocess_exec = partial(
+            asyncio.subprocess.create_subprocess_exec, start_new_session=True
+        )
         if not self.admission.is_open:
             AdmittedDHTProtocol.admission = self.admission
             hivemind.dht.node.DHTProtocol = AdmittedDHTProtocol  # in this process, which is the node's alone
         super().run()
+
+    async def _leave_unanswered(self) -> None:
+        pass

@@ -269,7 +269,16 @@ class Member:
             time.sleep(0.5)
 
     def close(self) -> None:
-        """Leave; the Trainer's optimizer gets its statistics back."""
+        """Leave; the Trainer's optimizer gets its statistics back. For these seconds Ctrl-C has no effect: what is
+        interrupted here would stay, processes and all."""
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN) if _in_main_thread() else None
+        try:
+            self._close()
+        finally:
+            if interrupt is not None:
+                signal.signal(signal.SIGINT, interrupt)
+
+    def _close(self) -> None:
         if self._loudness is not None:
             HIVEMIND.setLevel(self._loudness)
         self._closing.set()
