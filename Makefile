@@ -2,6 +2,7 @@
 #   make install     a virtual environment in .venv with the kit in it
 #   make demo        a bootstrap peer and three volunteers train together on this machine
 #   make test        the tests (minutes); make test-slow: the long ones; make test-tpu: with torch_xla (7 GB, once)
+#   make test-transformers-4   what tests the Trainer, with the last transformers 4
 #   make check       ruff and the floors of the house (import-linter)
 #   make bench       every benchmark, one after another
 
@@ -15,7 +16,7 @@ TEST ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install demo test test-slow test-tpu check bench clean
+.PHONY: install demo test test-slow test-tpu test-transformers-4 check bench clean
 
 install: $(STAMP)
 
@@ -43,6 +44,9 @@ test-slow: install
 
 test-tpu:
 	.ci/test-tpu $(TEST)
+
+test-transformers-4: install
+	PYTHONPATH=$$($(PY) -m tests.older_transformers) OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" tests/test_hf_*.py $(TEST)
 
 check: install
 	$(VENV)/bin/ruff check .

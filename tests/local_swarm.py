@@ -21,7 +21,8 @@ class LocalPeer:
     """One process of tests/swarm_peer.py, or of another module that speaks as it does."""
 
     def __init__(self, log: Path, module: str = "tests.swarm_peer", **settings):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.log = log
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(settings)],
