@@ -78,7 +78,7 @@ class SwarmCallback(TrainerCallback):
     Raises SwarmError for a configuration that cannot be.
     """
 
-    def __init__(self, trainer: Trainer, hivemind_config: dict[str, Any] | str | HivemindConfig):
+    def __init__(self, trainer: Trainer, hivemind_config: dict[str, Any] | HivemindConfig):
         is_read = isinstance(hivemind_config, HivemindConfig)
         self.config: HivemindConfig = hivemind_config if is_read else read_hivemind_config(hivemind_config)
         refuse_other_ways(trainer)
