@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from hivemind.p2p import PeerID
@@ -11,6 +12,7 @@ from tests.fine_tunes import Pair, edited, on_loopback
 from tests.local_swarm import ROOT
 from volunteer_kit.swarm.identity import ensure_identity
 from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.training.hf_member import Member
 
 PARTS = ROOT / "benchmarks/trainer_parts"
 EXAMPLE = (PARTS / "together.py").read_text()
@@ -99,3 +101,17 @@ def test_other_settings_under_the_same_run_id_are_told_and_not_averaged(pair):
     other.begin(edited(EXAMPLE.replace("max_steps=20", "max_steps=3000"), invited))
     with pytest.raises(AssertionError, match="'ours' with another model or other settings"):
         other.wait_event("met")
+
+
+def test_who_came_at_the_same_moment_with_other_settings_is_told_once(capsys):
+    """Neither was on the board when the other looked."""
+    member = object.__new__(Member)
+    member.config, member.fingerprint = SimpleNamespace(run_id="ours"), "a" * 32
+    member.loss, member._told_of_mismatch = 2.0, False
+    other = SimpleNamespace(fingerprint="b" * 32, loss=1.0)
+    member._look_at([other])
+    member._look_at([other])
+    assert capsys.readouterr().out.count("with another model or other settings (theirs bbbbbbbb, yours aaaaaaaa)") == 1
+    assert member.swarm_loss == 2.0, "that of another model says nothing"
+    member._look_at([other, SimpleNamespace(fingerprint="a" * 32, loss=1.0)])
+    assert capsys.readouterr().out == "" and member.swarm_loss == 1.5

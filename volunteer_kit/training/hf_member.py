@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -74,6 +74,7 @@ class Member:
         self.samples, self.loss = 0, None  # of ours that are in the model; ours, as last logged
         self.swarm_loss: float | None = None
         self._cut_off: str | None = None
+        self._told_of_mismatch = False
         self._loudness: int | None = None  # of hivemind's log, before us
         self._closing, self._news = threading.Event(), threading.Event()
         self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
@@ -142,14 +143,18 @@ class Member:
                     f"Nobody here trains {self.config.run_id!r} yet; others train {', '.join(map(repr, runs[:5]))}. "
                     "Only peers of one run_id average with each other."
                 )
-        if others and not any(record.fingerprint == self.fingerprint for record in others):
-            raise SwarmError(
-                f"The others train {self.config.run_id!r} with another model or other settings (theirs "
-                f"{others[0].fingerprint[:8]}, yours {self.fingerprint[:8]}): gradients would not fit.\n"
-                "1. Use the same model, adapters, optimizer, learning rate, schedule, max_steps, max_grad_norm and "
-                "target_batch_size as they.\n2. Or give yours another run_id.",
-                kind="wrong_run",
-            )
+        if problem := self._mismatch(others):
+            raise SwarmError(problem, kind="wrong_run")
+
+    def _mismatch(self, others: Sequence[PeerRecord]) -> str | None:
+        if not others or any(record.fingerprint == self.fingerprint for record in others):
+            return None
+        return (
+            f"The others train {self.config.run_id!r} with another model or other settings (theirs "
+            f"{others[0].fingerprint[:8]}, yours {self.fingerprint[:8]}): gradients would not fit.\n"
+            "1. Use the same model, adapters, optimizer, learning rate, schedule, max_steps, max_grad_norm and "
+            "target_batch_size as they.\n2. Or give yours another run_id."
+        )
 
     def _others(self, board: PeerBoard) -> list[PeerRecord]:
         return [record for peer, record in board.fetch().items() if peer != self.peer.peer_id]
@@ -225,13 +230,18 @@ class Member:
             with suppress(Exception):  # a busy DHT; the next time comes
                 self.board.publish(self._record(self.config.name))
                 self._trainers.publish(self._record(self.config.run_id[:64]))
-                self._look_at_losses(self.board.fetch())
+                self._look_at(self._others(self.board))
             self._news.wait(RECORD_EVERY)
             self._news.clear()
 
-    def _look_at_losses(self, records: Mapping[PeerID, PeerRecord]) -> None:
-        same = [one.loss for one in records.values() if one.fingerprint == self.fingerprint and one.loss is not None]
-        self.swarm_loss = sum(same) / len(same) if same else None
+    def _look_at(self, others: Sequence[PeerRecord]) -> None:
+        same = [one.loss for one in others if one.fingerprint == self.fingerprint and one.loss is not None]
+        losses = same if self.loss is None else [*same, self.loss]
+        self.swarm_loss = sum(losses) / len(losses) if losses else None
+        problem = self._mismatch(others)
+        if problem and not self._told_of_mismatch:  # who came at the same moment as they could not be refused
+            print(problem, flush=True)
+        self._told_of_mismatch = problem is not None
 
     def _record(self, name: str) -> PeerRecord:
         device = next(self.model.parameters()).device
