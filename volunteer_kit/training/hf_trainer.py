@@ -171,7 +171,7 @@ class SwarmCallback(TrainerCallback):
         member = Member(
             self.config, model, shown, trainer.lr_scheduler, lambda: self._at_hand,
             max_grad_norm=args.max_grad_norm, max_steps=state.max_steps, epoch=state.global_step,
-            schedule=str(args.lr_scheduler_type), on_report=self.on_report,
+            schedule=_word(args.lr_scheduler_type), on_report=self.on_report,
         )  # fmt: skip
         member.start()
         self.member = member
@@ -291,7 +291,12 @@ def refuse_other_ways(trainer: Trainer) -> None:
 
 
 def _is_due(strategy: Any, every: int, before: int, now: int) -> bool:
-    return str(getattr(strategy, "value", strategy)) == "steps" and every > 0 and now // every > before // every
+    return _word(strategy) == "steps" and every > 0 and now // every > before // every
+
+
+def _word(choice: Any) -> str:
+    """Of an argument that transformers keeps as an enum."""
+    return str(getattr(choice, "value", choice))
 
 
 def _wrap(owner: Any, name: str, around: Callable) -> None:
