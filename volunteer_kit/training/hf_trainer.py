@@ -233,7 +233,10 @@ class SwarmCallback(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **_):
         if control.should_training_stop:
-            self.member.settle()
+            if state.global_step >= state.max_steps:
+                self.member.settle()
+            else:  # stopped early; the others go on
+                self.member.finish_updates()
             self.member.take_reports()
             state.global_step = max(state.global_step, min(self.member.epoch, state.max_steps))
 
