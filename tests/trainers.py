@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.trainer_parts.material import Sentences, pad, tiny_llama
@@ -81,8 +82,16 @@ def differing(one: Trainer, other: Trainer) -> list[str]:
 
 def logged(trainer: Trainer, *names: str) -> list[dict[str, Any]]:
     """Of each entry what is named, else all that has to be as a plain Trainer's."""
-    found = [{name: entry[name] for name in names or LOGGED if name in entry} for entry in trainer.state.log_history]
+    found = [
+        {name: rounded(name, entry[name]) for name in names or LOGGED if name in entry}
+        for entry in trainer.state.log_history
+    ]
     return [entry for entry in found if entry]
+
+
+def rounded(name: str, value: Any) -> Any:
+    """A plain Trainer of transformers 4 logs its loss with four digits; one in a swarm as it is."""
+    return round(value, 4) if name == "loss" and transformers.__version__.startswith("4.") else value
 
 
 def saved(trainer: Trainer) -> list[str]:
