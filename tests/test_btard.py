@@ -1,0 +1,220 @@
+"""Verified averaging, as a state machine: who cheats is caught, whatever it tries, and nobody else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.verified_group import SIZE, TRUTH, Group, Member
+from volunteer_kit.robust.messages import Accusation, Report, Vote
+from volunteer_kit.robust.standing import Settings
+
+ALWAYS = Settings(share=1.0, strikes=3, probation=8)
+
+
+def make(attackers: dict[str, dict], honest: int = 5, rules: Settings = ALWAYS) -> Group:
+    members = [Member(f"h{i}", rules, samples=4 + 2 * i) for i in range(honest)]
+    return Group([*members, *(Member(peer, rules, **how) for peer, how in attackers.items())], rules)
+
+
+def verdicts(group: Group) -> dict[str, list[str]]:
+    """By honest h0's books: peer -> causes of its strikes."""
+    standing = group.members["h0"].verifier.standing
+    return {peer: [s.cause for s in standing.strikes_of(peer)] for peer in group.members if standing.strikes_of(peer)}
+
+
+def test_honest_members_of_different_precision_are_all_right():
+    group = make({"m0": {"precision": 0.02}, "m1": {"precision": 0.05}})
+    group.run(12)
+    assert verdicts(group) == {}
+    verifier = group.members["h0"].verifier
+    assert len(verifier.measured) >= 60 and 0.0 < max(verifier.measured) < 0.15
+    assert not [event for event in verifier.events if event.kind in ("mismatch", "strike", "ban", "suspended")]
+
+
+SENDERS = {
+    "sign flip": lambda gradient: -gradient,
+    "a thousand times": lambda gradient: -1000 * gradient,
+    "constant": lambda gradient: torch.ones(SIZE) * gradient.norm() / SIZE**0.5,
+    "noise": lambda gradient: torch.randn(SIZE),
+    "zeros": lambda gradient: torch.zeros(SIZE),
+    "a little": lambda gradient: gradient + 0.5 * gradient.norm() * torch.ones(SIZE) / SIZE**0.5,
+}
+
+
+@pytest.mark.parametrize("attack", SENDERS)
+def test_who_sends_what_its_samples_do_not_give_is_banned_by_all(attack):
+    group = make({"bad0": {"sends": SENDERS[attack]}, "bad1": {"sends": SENDERS[attack]}})
+    group.run(6)
+    for peer in ("h0", "h1", "h2", "h3", "h4"):
+        assert group.banned_by(peer) == {"bad0", "bad1"}
+    assert set(verdicts(group)["bad0"]) == {"gradient"}
+    assert torch.nn.functional.cosine_similarity(group.average, TRUTH, dim=0) > 0.9
+
+
+def test_a_ban_takes_as_many_epochs_as_there_are_strikes_and_two():
+    group = make({"bad": {"sends": SENDERS["sign flip"]}})
+    group.run(4)
+    assert group.banned_by("h0") == set()
+    group.run(1)
+    assert group.banned_by("h0") == {"bad"}
+
+
+def test_a_wrong_reducer_is_banned():
+    group = make({"bad": {"returns": lambda average: -average}})
+    group.run(7)
+    assert verdicts(group) == {"bad": ["reducer"] * 3} or set(verdicts(group)["bad"]) == {"reducer"}
+    assert group.banned_by("h3") == {"bad"} or len(verdicts(group)["bad"]) >= 1
+
+
+def test_what_a_reducer_returned_is_not_mended_by_a_false_accusation():
+    def accuse(stage, round_, message):
+        if stage != 0 or round_.epoch < 1:
+            return message
+        return replace(message, news=(Accusation(b"round %d" % (round_.epoch - 1), 0, 10),))
+
+    group = make({"bad": {"returns": lambda average: -average, "says": accuse}})
+    group.run(8)
+    assert set(verdicts(group)) == {"bad"} and {"accusation"} <= set(verdicts(group)["bad"])
+
+
+def test_who_states_other_numbers_than_it_sent_is_banned():
+    def lie(stage, round_, message):
+        return message if stage != 2 else replace(message, numbers=message.numbers * 1.5)
+
+    group = make({"bad": {"says": lie, "sends": lambda g: g / 1.5}})
+    group.run(8)
+    assert "bad" in verdicts(group) and set(verdicts(group)) == {"bad"}
+
+
+def test_a_validator_that_reports_wrong_is_banned_and_not_whom_it_names():
+    group = make({"bad": {"reports": lambda duty, totals: [-total for total in totals]}})
+    group.run(16)
+    assert set(verdicts(group)) == {"bad"} and set(verdicts(group)["bad"]) == {"report"}
+
+
+def test_who_withholds_its_number_or_list_is_not_averaged_and_not_banned():
+    def withhold(stage, round_, message):
+        return message if stage == 0 else None
+
+    group = make({"quiet": {"says": withhold, "sends": lambda g: 1000 * g}})
+    group.run(4)
+    latest = group.members["h0"].verifier
+    assert not latest.standing.is_trusted("quiet") and not latest.standing.is_banned("quiet")
+    assert torch.nn.functional.cosine_similarity(group.average, TRUTH, dim=0) > 0.9
+
+
+def test_a_number_told_to_some_only_makes_one_round_void_and_no_more():
+    def some(stage, round_, message):
+        if stage != 1:
+            return message
+        return lambda hearer: message if hearer in ("h0", "h1", "sly") else None
+
+    group = make({"sly": {"says": some}})
+    group.run(6)
+    voids = [e for e in group.members["h0"].verifier.events if e.kind == "void"]
+    assert len(voids) == 1
+    assert verdicts(group) == {}
+
+
+def test_a_silent_reducer_gets_no_slice_any_more():
+    group = make({"mute": {"answers": False}})
+    group.run(1)
+    assert bool((group.average == 0).any())
+    group.run(2)
+    assert not (group.average == 0).any()
+    assert verdicts(group) == {}
+
+
+def test_a_newcomer_counts_once_enough_of_it_was_found_right_and_is_credited_then():
+    rules = Settings(share=0.0, strikes=3, probation=8)
+    group = make({}, rules=rules)
+    group.run(2)
+    newcomer = Member("new", rules, samples=6)
+    group.members["new"] = newcomer
+    group.run(1)
+    assert not group.members["h0"].verifier.standing.is_trusted("new")
+    group.run(3)
+    for peer in ("h0", "h4"):
+        verifier = group.members[peer].verifier
+        assert verifier.standing.is_trusted("new")
+        assert verifier.credits == {"new": 12.0}  # two rounds of four microbatches
+
+
+def test_one_mismatch_costs_standing_and_not_membership():
+    once = iter([True])
+    group = make({"odd": {"sends": lambda g: -g if next(once, False) else g}})
+    group.run(10)
+    assert verdicts(group) == {"odd": ["gradient"]}
+    standing = group.members["h0"].verifier.standing
+    assert standing.is_trusted("odd") and not standing.is_banned("odd")
+
+
+def test_a_juror_that_left_bans_nobody():
+    """Seven of sixteen accuse an honest one while some honest ones are away: no majority, no verdict."""
+    rules = replace(ALWAYS, strikes=1)
+
+    def slander(stage, round_, message):
+        if stage != 0 or round_.epoch < 1:
+            return message
+        vote = Vote(b"round 2", 0, "gradient", True, 1.0)
+        return replace(message, news=(vote,))
+
+    group = make({f"bad{i}": {"says": slander} for i in range(7)}, honest=9, rules=rules)
+    group.run(3)
+    group.round(absent=("h4", "h5", "h7", "h8"))
+    for peer in ("h1", "h2", "h6"):
+        assert "h0" not in group.banned_by(peer)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.integers(3, 6))
+def test_no_sequence_of_messages_bans_an_honest_majority(seed, honest):
+    """A minority says anything at any time: votes, reports, accusations, lies, silence, other numbers to each."""
+    draw = random.Random(seed)
+    rules = replace(ALWAYS, strikes=1, share=draw.choice([0.0, 0.3, 1.0]), probation=draw.choice([0, 8]))
+    count = honest + (honest - 1)
+
+    def anything(stage, round_, message):
+        if draw.random() < 0.15:
+            return None
+        if stage == 0:
+            rounds = [b"round %d" % max(0, round_.epoch - k) for k in range(4)]
+            news = [
+                draw.choice([
+                    Vote(draw.choice(rounds), draw.randrange(-1, count + 1),
+                         draw.choice(["gradient", "reducer", "equivocation", "statement", "report"]),
+                         draw.random() < 0.8, draw.random(), frozenset(draw.sample(range(count), k=2))),
+                    Report(draw.choice(rounds), draw.randrange(count), draw.randrange(3), np.full(8, draw.gauss(0, 9))),
+                    Accusation(draw.choice(rounds), draw.randrange(count), draw.randrange(2 * count)),
+                ])
+                for _ in range(draw.randrange(12))
+            ]  # fmt: skip
+            distrusts = draw.choice([None, frozenset(draw.sample(range(count), k=count // 2))])
+            return replace(message, news=tuple(news), distrusts=distrusts)
+        if stage == 1 and draw.random() < 0.3:
+            return replace(message, nonce=bytes(16), answers=tuple(draw.choice([b"", b"b"]) for _ in message.answers))
+        if stage == 1 and draw.random() < 0.3:
+            told = {f"h{i}" for i in range(honest) if draw.random() < 0.5}
+            return lambda hearer: message if hearer in told or hearer.startswith("bad") else None
+        if stage == 2 and draw.random() < 0.3:
+            return replace(message, numbers=message.numbers * draw.choice([-1, 0, 1e6, float("nan")]))
+        return message
+
+    how = {
+        "says": anything,
+        "sends": lambda g: g * draw.choice([1, -1, 1000, 0]),
+        "returns": lambda a: a * draw.choice([1, 1, -1, 0.5]),
+        "reports": lambda duty, totals: [t * draw.choice([1, -1]) for t in totals],
+    }
+    group = make({f"bad{i}": how for i in range(honest - 1)}, honest=honest, rules=rules)
+    group.run(6)
+    for i in range(honest):
+        standing = group.members[f"h{i}"].verifier.standing
+        assert not [strike for j in range(honest) for strike in standing.strikes_of(f"h{j}")]

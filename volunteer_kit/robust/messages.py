@@ -1,0 +1,166 @@
+"""What members of a verified round tell each other. Places are positions in the group's list, which all have alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from volunteer_kit.robust.standing import Cause
+
+MAX_SAMPLES = 2**20  # of one member in one round
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a contribution was computed from.
+
+    :param names: of the samples, in the order in which they were read; each hashable, and anybody can read it by that
+    :param stale: the first so many were computed on the model of the epoch before, which is one step old
+    :param microbatches: that they came in
+    """
+
+    names: tuple[Hashable, ...]
+    stale: int = 0
+    microbatches: int = 1
+
+    def digest(self) -> bytes:
+        """What is committed to."""
+        names = [tuple(name) if isinstance(name, tuple) else name for name in self.names]
+        text = repr((names, self.stale, self.microbatches))
+        return hashlib.blake2b(text.encode(), digest_size=16, person=b"samples").digest()
+
+    def fault(self, weight: float) -> str | None:
+        """Why this cannot be a contribution of `weight` samples, or None."""
+        if len(self.names) != weight or len(self.names) > MAX_SAMPLES:
+            return f"{len(self.names)} samples are named for a weight of {weight:g}"
+        if len(set(self.names)) < len(self.names):
+            return "a sample is named twice"
+        if not 0 <= self.stale <= len(self.names) or not 1 <= self.microbatches <= max(1, len(self.names)):
+            return "the list of samples contradicts itself"
+        return None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A validator's: the sketch of the sum of the gradients of its range of a target's samples."""
+
+    round_id: bytes
+    target: int
+    part: int  # which of the target's ranges
+    total: np.ndarray  # float64 (sums,)
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A reducer's: what `sender` said of part `part` is not what it sent. It can show the bytes."""
+
+    round_id: bytes
+    sender: int
+    part: int
+
+
+@dataclass(frozen=True)
+class Vote:
+    """An elector's, of one accused in one round.
+
+    :param liars: validators whose reports it found wrong on the way
+    :param accuser: the reducer whose accusation this is about, -1 where nobody accuses
+    """
+
+    round_id: bytes
+    accused: int
+    cause: Cause
+    guilty: bool
+    measure: float = 0.0
+    liars: frozenset[int] = frozenset()
+    accuser: int = -1
+
+
+News = Report | Accusation | Vote
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Before anything is sent.
+
+    :param weight: samples of the contribution
+    :param samples: digest of their list
+    :param parts: digest of the bytes that will be sent
+    :param nonce: commitment to the number that will be shown
+    :param distrusts: members whose work this one would not let in; None: it has just come, and does not know
+    :param bans: of them, those that it has seen convicted
+    :param news: what has been found since the last round
+    """
+
+    weight: float
+    samples: bytes
+    parts: bytes
+    nonce: bytes
+    distrusts: frozenset[int] | None = frozenset()
+    bans: frozenset[int] = frozenset()
+    news: tuple[News, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reveal:
+    """After all that was to be sent is sent.
+
+    :param nonce: the number
+    :param answers: digest of each reducer's answers as this member got them, b"" for none
+    :param counted: of each member, how many of this reducer's own parts it is in, from the first on
+    """
+
+    nonce: bytes
+    answers: tuple[bytes, ...]
+    counted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Along the direction that was drawn.
+
+    :param seed: the direction, as this member understood it
+    :param numbers: float32 (parts, 2 + sums): of each part of the vector, as it was sent: its length, its distance from
+        the answer, its sketch
+    :param heard: members whose numbers it has seen
+    :param opening: the list of samples, of who is looked at
+    """
+
+    seed: bytes
+    numbers: np.ndarray
+    heard: frozenset[int] = frozenset()
+    opening: Samples | None = None
+
+
+@dataclass(frozen=True)
+class Duty:
+    """Work for the training process.
+
+    :param kind: "check": report the sum of the gradients of samples [first, last); "judge": of each of `ranges`
+    :param epoch: of the model, before the round's step
+    :param samples: the target's whole list
+    """
+
+    kind: str
+    round_id: bytes
+    epoch: int
+    target: int
+    samples: Samples
+    ranges: tuple[tuple[int, int], ...]
+    seed: bytes
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something to be told. kind: "mismatch", "strike", "ban", "trusted", "suspended", "void"."""
+
+    kind: str
+    peer: Any
+    epoch: int
+    text: str
+    samples: float = 0.0

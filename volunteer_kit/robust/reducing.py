@@ -1,0 +1,42 @@
+"""Was a reducer's answer the rule's average of what it was sent? Told along a drawn direction, by those it served.
+
+At CenteredClip's fixed point the clipped differences of all parts to the answer sum to zero, along every direction.
+Source: Gorbunov et al. 2021, "Secure Distributed Training at Scale", Alg. 2, verification 2. With the plain mean the
+differences sum to zero unclipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from volunteer_kit.robust.centered_clip import factor, radius_of
+
+NORM, DISTANCE, SUMS = 0, 1, 2  # columns of a statement's numbers; from SUMS on, the sketch
+SAME = 1e-3  # relative: two processors' sums of the same float32 values differ by less
+
+
+def residual(numbers: np.ndarray, weights: Sequence[float], answer: np.ndarray, clips: bool) -> float:
+    """How far an answer is from the fixed point, as a share of the lengths that there are.
+
+    :param numbers: (senders, 2 + sums), each sender's of this part
+    :param weights: of these senders, in samples
+    :param answer: (1 + sums,), the answer's length and its sketch
+    :param clips: CenteredClip, whose radius is the weighted median of the distances; else the mean
+    """
+    total = float(sum(weights))
+    distances = [float(distance) for distance in numbers[:, DISTANCE]]
+    radius = radius_of(distances, weights) if clips else 0.0
+    shares = [w / total * (factor(d, radius) if clips else 1.0) for w, d in zip(weights, distances, strict=True)]
+    sums = np.asarray(numbers[:, SUMS:], np.float64) - answer[1:]
+    scale = float(answer[0]) + (radius or float(np.average(distances, weights=weights)))
+    off = float(np.linalg.norm(np.asarray(shares) @ sums))
+    return off / scale if scale > 0 else (0.0 if off == 0 else float("inf"))
+
+
+def differs(said: np.ndarray, true: np.ndarray) -> bool:
+    """Is what a sender says of one of its parts, (2 + sums,), not true of the bytes?"""
+    said, true = np.asarray(said, np.float64), np.asarray(true, np.float64)
+    slack = SAME * (true[NORM] + true[DISTANCE]) + 1e-30
+    return not bool(np.all(np.abs(said - true) <= slack))  # NaN is a difference

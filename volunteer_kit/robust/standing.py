@@ -1,0 +1,140 @@
+"""What a peer remembers of the others' honesty: whose work enters, who is on probation, who is banned, and why."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Peer = Hashable
+Cause = Literal["gradient", "report", "reducer", "statement", "accusation", "equivocation"]
+CAUSES: dict[str, str] = {
+    "gradient": "what it sent is not what its samples give",
+    "report": "what it reported of another's samples is not what they give",
+    "reducer": "the average that it returned is not the rule's",
+    "statement": "what it said of its gradients is not what it had sent",
+    "accusation": "it accused another member falsely",
+    "equivocation": "it told members different things",
+}
+MAX_REMEMBERED = 10_000  # peers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of verified averaging, equal on all members.
+
+    :param share: chance that a member's contribution to a round is computed again. Raise it in small runs, where
+        1 in 16 comes round rarely; the work of all is that much more
+    :param tolerance: difference, as a share of a contribution's length, that precision and codec explain. Raise it when
+        honest members are told of differences just above it
+    :param strikes: mismatches confirmed by the group within `window` epochs that are a ban
+    :param probation: microbatches of a newcomer, or of who has lost trust, that must be found right before what it
+        sends counts. 0: newcomers count at once
+    :param sums: numbers of a sketch
+    :param bad_share: of the members that a jury must be safe from
+    :param patience: rounds after which a question that was not answered is closed
+    """
+
+    share: float = 1 / 16
+    tolerance: float = 0.15
+    strikes: int = 3
+    window: int = 1000
+    probation: int = 8
+    sums: int = 8
+    bad_share: float = 7 / 16
+    patience: int = 4
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A mismatch that more than half of those who had to judge confirmed.
+
+    :param round_id: of the round in which it was done, at `epoch`
+    :param measure: the difference as a share of the contribution's length, where there is one
+    """
+
+    peer: Peer
+    epoch: int
+    round_id: bytes
+    cause: Cause
+    votes_for: int
+    votes_against: int
+    electors: int
+    measure: float = 0.0
+
+
+class Standing:
+    """By peer. Trusted are those whose work enters the average; in the first round that we see, everybody is."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._strikes: dict[Peer, list[Strike]] = defaultdict(list)
+        self._proven: dict[Peer, int] = {}  # microbatches found right since trust began or was lost
+        self._lost: dict[Peer, int] = defaultdict(int)  # times that it was suspended
+        self._owed: dict[Peer, float] = defaultdict(float)  # samples found right that did not enter
+        self._trusted: dict[Peer, None] = {}
+        self.is_new = True  # have we seen no round yet?
+
+    def is_trusted(self, peer: Peer) -> bool:
+        return peer in self._trusted and not self.is_banned(peer)
+
+    def is_banned(self, peer: Peer) -> bool:
+        return len(self._recent(peer)) >= self.settings.strikes
+
+    def strikes_of(self, peer: Peer) -> list[Strike]:
+        return list(self._strikes.get(peer, ()))
+
+    def banned(self) -> list[Peer]:
+        return [peer for peer in self._strikes if self.is_banned(peer)]
+
+    def meet(self, group: Iterable[Peer], trusted: Collection[Peer]) -> None:
+        """A round begins. Who comes new takes the others' word for whom to trust; without probation all are."""
+        if self.is_new:
+            self._trusted.update(dict.fromkeys(trusted))
+            self.is_new = False
+        elif not self.settings.probation:
+            new = (peer for peer in group if peer not in self._proven and peer not in self._strikes)
+            self._trusted.update(dict.fromkeys(new))
+        for memory in (self._trusted, self._proven):
+            while len(memory) > MAX_REMEMBERED:
+                memory.pop(next(iter(memory)))
+
+    def suspend(self, peer: Peer) -> None:
+        """It did not answer, or is at fault: what it sends counts again once it was found right, and each time it takes
+        twice as much for that."""
+        if self._trusted.pop(peer, self) is None:
+            self._lost[peer] += 1
+        self._proven[peer] = 0
+
+    def found_right(self, peer: Peer, microbatches: int, samples: float) -> float:
+        """What it sent is what its samples give.
+
+        :returns: samples that are to be credited now: those of its probation, when it ends
+        """
+        self._proven[peer] = self._proven.get(peer, 0) + microbatches
+        if self.is_trusted(peer) or self.is_banned(peer):
+            return 0.0
+        self._owed[peer] += samples
+        if self._proven[peer] < self.settings.probation << min(10, max(0, self._lost[peer] - 1)):
+            return 0.0
+        self._trusted[peer] = None
+        return self._owed.pop(peer)
+
+    def strike(self, strike: Strike) -> bool:
+        """:returns: False if this round's was counted before"""
+        if any(known.round_id == strike.round_id for known in self._strikes[strike.peer]):
+            return False
+        self._strikes[strike.peer].append(strike)
+        self._owed.pop(strike.peer, None)
+        self.suspend(strike.peer)
+        return True
+
+    def forgive(self, peer: Peer) -> None:
+        """A moderator has looked at it."""
+        self._strikes.pop(peer, None)
+
+    def _recent(self, peer: Peer) -> list[Strike]:
+        strikes = self._strikes.get(peer, [])
+        latest = max((strike.epoch for strike in strikes), default=0)
+        return [strike for strike in strikes if latest - strike.epoch < self.settings.window]

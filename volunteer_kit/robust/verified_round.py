@@ -1,0 +1,347 @@
+"""One round of verified averaging as one member goes through it; see btard.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from volunteer_kit.robust.cases import Docket
+from volunteer_kit.robust.draw import (
+    NONCE_SIZE,
+    Range,
+    commitment,
+    draw_jury,
+    draw_targets,
+    draw_validators,
+    joint_seed,
+)
+from volunteer_kit.robust.messages import Accusation, Commit, Duty, Report, Reveal, Samples, Statement, Vote
+from volunteer_kit.robust.reducing import NORM, SUMS, differs, residual
+from volunteer_kit.robust.sketch import mismatch
+from volunteer_kit.robust.standing import Peer
+
+if TYPE_CHECKING:
+    from volunteer_kit.robust.btard import Verifier
+
+MAX_NEWS = 256  # of one member in one round
+
+
+@dataclass
+class Check:
+    """A target's contribution, and what validators have reported of it."""
+
+    target: int
+    ranges: tuple[Range, ...]
+    samples: Samples
+    sent: np.ndarray  # (sums,)
+    norm: float
+    reports: dict[int, np.ndarray] = field(default_factory=dict)
+    done: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.reports) == len(self.ranges)
+
+    def mismatch(self, totals: Sequence[np.ndarray]) -> float:
+        """:param totals: sketches of the sums of gradients of all ranges"""
+        return mismatch(self.sent, sum(totals) / len(self.samples.names), self.norm)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the vector: who reduces it, and which of its pieces it is."""
+
+    reducer: int
+    index: int
+
+
+class VerifiedRound:
+    """One round, as one member goes through it: commit, hear_commits, reveal, hear_reveals, state, hear_statements."""
+
+    def __init__(self, verifier: Verifier, round_id: bytes, epoch: int, group: Sequence[Peer]):
+        self._verifier, self._settings = verifier, verifier.settings
+        self.round_id, self.epoch, self.group = round_id, epoch, tuple(group)
+        self.own = self.group.index(verifier.own_id)
+        self._nonce = verifier.random_bytes(NONCE_SIZE)
+        self._samples = Samples(())
+        self.commits: dict[int, Commit] = {}
+        self.reveals: dict[int, Reveal] = {}
+        self.statements: dict[int, Statement] = {}
+        self.trusted: frozenset[int] = frozenset(range(len(self.group)))
+        self.targets: frozenset[int] = frozenset()
+        self.assigned: dict[int, tuple[Range, ...]] = {}
+        self.seed = b""
+        self.checks: dict[int, Check] = {}
+        self.docket: Docket | None = None
+        self.suspects: dict[int, list[int]] = {}  # reducers -> parts that are off
+        self.void = ""  # why this round was not verified
+        self._reducers: list[int] = []  # of each part of the vector
+
+    # --- 1 ---
+
+    def commit(self, weight: float, samples: Samples, parts: bytes) -> Commit:
+        """:param parts: digest of all that will be sent"""
+        self._samples = samples
+        standing, distrusts = self._verifier.standing, None
+        if not standing.is_new:
+            distrusts = frozenset(place for place, peer in enumerate(self.group) if not standing.is_trusted(peer))
+        bans = frozenset(place for place, peer in enumerate(self.group) if standing.is_banned(peer))
+        news = self._verifier.take_news()
+        return Commit(weight, samples.digest(), parts, commitment(self._nonce), distrusts, bans, news)
+
+    def hear_commits(self, heard: Mapping[Peer, Commit]) -> None:
+        """Who did not commit takes no part: nothing of it can be checked."""
+        self.commits = self._by_place(heard)
+        self.trusted = self._believed()
+        self._verifier.standing.meet(self.group, [self.group[place] for place in self.trusted])
+        for place, commit in self.commits.items():
+            for news in commit.news[:MAX_NEWS]:
+                self._verifier.hear_news(self.group[place], news)
+        self._verifier.close_suspects(self)
+        self._verifier.settle()
+
+    def _believed(self) -> frozenset[int]:
+        """Members whose work enters: those whom no more than half of the members that know distrust. All take the same
+        ones, for all have heard the same words. Where nobody is trusted yet, everybody is who is not banned."""
+        words = [commit.distrusts for commit in self.commits.values() if commit.distrusts is not None]
+        against = {place: sum(place in distrusts for distrusts in words) for place in self.commits}
+        believed = frozenset(place for place, count in against.items() if 2 * count <= len(words))
+        bans = {place: sum(place in commit.bans for commit in self.commits.values()) for place in self.commits}
+        not_banned = frozenset(place for place, count in bans.items() if 2 * count <= len(words))
+        return believed or not_banned or frozenset(self.commits)
+
+    # --- 3 ---
+
+    def reveal(self, answers: Sequence[bytes], counted: Sequence[int]) -> Reveal:
+        """:param answers: digest of what each member answered us, b"" for nothing
+        :param counted: of each member, how many of our own parts it is in"""
+        return Reveal(self._nonce, tuple(answers), tuple(counted))
+
+    def hear_reveals(self, heard: Mapping[Peer, Reveal]) -> None:
+        """Draw. The seed is of trusted members' numbers: who tells some and not others could else make each round void.
+        """
+        reveals = self._by_place(heard)
+        self.reveals = {
+            place: reveal
+            for place, reveal in reveals.items()
+            if place in self.commits
+            and commitment(reveal.nonce) == self.commits[place].nonce
+            and len(reveal.answers) == len(self.group)
+        }
+        shown = {place: reveal.nonce for place, reveal in self.reveals.items() if place in self.trusted}
+        self.seed = joint_seed(self.round_id, shown)
+        weights = {place: self.commits[place].weight for place in self.reveals if self.commits[place].weight > 0}
+        due = [place for place in weights if place not in self.trusted or self.group[place] in self._verifier.due]
+        banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
+        members = weights.keys() - banned
+        # who banned whom may differ between members for a round: all draw from the same list, and banned ones count out
+        self.targets = draw_targets(self.seed, sorted(weights), self._settings.share, due) & members
+        eligible = [place for place in weights if place in self.trusted]
+        for target in sorted(self.targets):
+            ranges = draw_validators(self.seed, target, int(self.commits[target].weight), weights, eligible)
+            if ranges:
+                self.assigned[target] = ranges
+        bad = int(len(weights) * self._settings.bad_share)
+        self.docket = Docket(lambda one, rest: draw_jury(self.seed, one, rest, bad), weights)
+
+    # --- 4 ---
+
+    def state(self, numbers: np.ndarray) -> Statement:
+        """:param numbers: (parts, 2 + sums), of all that we sent, along `seed`; see messages.Statement"""
+        opening = self._samples if self.own in self.targets else None
+        return Statement(self.seed, numbers, frozenset(self.reveals), opening)
+
+    def hear_statements(
+        self,
+        heard: Mapping[Peer, Statement],
+        parts: Sequence[Part],
+        answers: np.ndarray,
+        held: Mapping[int, np.ndarray],
+    ) -> None:
+        """:param parts: the whole vector's, in order
+        :param answers: (parts, 1 + sums), length and sketch of what was answered; NaN where nothing was
+        :param held: place -> (own parts, 2 + sums), numbers of what we, a reducer, were sent
+        """
+        statements, self._reducers = self._by_place(heard), [part.reducer for part in parts]
+        shape = (len(parts), SUMS + self._settings.sums)
+        good = {p: s for p, s in statements.items() if p in self.reveals and _is_statement(s, shape)}
+        self.statements = {place: s for place, s in good.items() if s.seed == self.seed}
+        if 2 * len(self.statements) <= len(self.commits):
+            self.void = "too few members drew the same numbers, or answered"
+            self._verifier.tell("void", self.group[self.own], self.epoch, self.void)
+            self._suspend_who_told_some(good)
+            return
+        if len(self.statements) < len(good):
+            self._suspend_who_told_some(good)
+        for place in self.commits.keys() - self.statements.keys() - {self.own}:
+            if self.commits[place].weight > 0:
+                why = "it drew other numbers" if place in good else "it did not answer in time"
+                self._verifier.suspend(self.group[place], self.epoch, why)
+        self._suspend_silent_reducers()
+        self._look_at_reducers(parts, answers)
+        self._look_at_senders(parts, held)
+        for target in self.targets & self.statements.keys():
+            self._begin_check(target)
+        self._verifier.settle()
+
+    def _suspend_who_told_some(self, statements: Mapping[int, Statement]) -> None:
+        """Numbers that some have seen and others have not made different draws: they will not be asked for theirs."""
+        for place in self.commits:
+            missed = sum(place not in statement.heard for statement in statements.values())
+            if len(statements) / 4 <= missed < len(statements):
+                self._verifier.suspend(self.group[place], self.epoch, "only some members were told its number")
+
+    def _suspend_silent_reducers(self) -> None:
+        for place in set(self._reducers) - {self.own}:
+            unanswered = sum(not reveal.answers[place] for reveal in self.reveals.values())
+            if 2 * unanswered > len(self.reveals):
+                self._verifier.suspend(self.group[place], self.epoch, "it did not return the average of its part")
+
+    def _look_at_reducers(self, parts: Sequence[Part], answers: np.ndarray) -> None:
+        for position, part in enumerate(parts):
+            reveal = self.reveals.get(part.reducer)
+            can_object = part.reducer in self.statements  # it has seen what its senders state
+            if not can_object or part.reducer == self.own or not np.isfinite(answers[position]).all():
+                continue
+            own = self.reveals.get(self.own)
+            if own is not None and own.answers[part.reducer] not in (b"", reveal.answers[part.reducer]):
+                self._vote(part.reducer, "equivocation", True)
+                continue
+            counted = [p for p in sorted(self.commits) if p < len(reveal.counted) and reveal.counted[p] > part.index]
+            if not counted or any(place not in self.statements for place in counted):
+                continue
+            numbers = np.stack([self.statements[place].numbers[position] for place in counted])
+            weights = [self.commits[place].weight for place in counted]
+            if sum(weights) <= 0:
+                continue
+            off = residual(numbers, weights, answers[position], self._verifier.clips)
+            if off > self._settings.tolerance:
+                self.suspects.setdefault(part.reducer, []).append(position)
+
+    def _look_at_senders(self, parts: Sequence[Part], held: Mapping[int, np.ndarray]) -> None:
+        own = [position for position, part in enumerate(parts) if part.reducer == self.own]
+        for place in held.keys() & self.statements.keys():
+            said = self.statements[place].numbers
+            rows = zip(own, held[place], strict=False)
+            wrong = next((position for position, true in rows if differs(said[position], true)), None)
+            if wrong is not None and place != self.own:
+                self._verifier.say(Accusation(self.round_id, place, wrong))
+
+    def _begin_check(self, target: int) -> None:
+        statement, commit = self.statements[target], self.commits[target]
+        opening, peer = statement.opening, self.group[target]
+        if opening is None:
+            self._verifier.suspend(peer, self.epoch, "it did not say what its gradients were computed from")
+            return
+        if opening.digest() != commit.samples or opening.fault(commit.weight):
+            self._vote(target, "gradient", True, float("inf"))
+            return
+        ranges = self.assigned.get(target, ())
+        if not ranges:
+            return
+        numbers = np.asarray(statement.numbers, np.float64)
+        sent, norm = numbers[:, SUMS:].sum(0), float(np.linalg.norm(numbers[:, NORM]))
+        self.checks[target] = Check(target, ranges, opening, sent, norm)
+        for part, (validator, first, last) in enumerate(ranges):
+            if validator == self.own:
+                self._verifier.duties.append(self._duty("check", target, opening, ((first, last),), part))
+
+    def _duty(self, kind: str, target: int, samples: Samples, ranges, part: int = 0) -> Duty:
+        return Duty(kind, self.round_id, self.epoch, target, samples, ranges, self.seed, part)
+
+    # --- later, as news come in ---
+
+    def take_report(self, place: int, report: Report) -> None:
+        check = self.checks.get(report.target)
+        if check is None or check.done or not 0 <= report.part < len(check.ranges):
+            return
+        if check.ranges[report.part].validator == place and report.total.shape == check.sent.shape:
+            check.reports.setdefault(report.part, np.asarray(report.total, np.float64))
+            if check.is_complete:
+                self._conclude(check)
+
+    def _conclude(self, check: Check) -> None:
+        check.done = True
+        found = check.mismatch([check.reports[part] for part in range(len(check.ranges))])
+        self._verifier.measured.append(found)
+        peer = self.group[check.target]
+        if found <= self._settings.tolerance:
+            self._verifier.pass_check(peer, self.epoch, check.samples)
+            return
+        self._verifier.mistrust(peer, self.epoch, found)
+        case = self.docket.open(check.target, "gradient")
+        if self.own in case.jury:
+            ranges = tuple((one.first, one.last) for one in check.ranges)
+            self._verifier.duties.append(self._duty("judge", check.target, check.samples, ranges))
+
+    def judge(self, target: int, totals: Sequence[np.ndarray]) -> None:
+        """We have computed all ranges of a target ourselves."""
+        check = self.checks[target]
+        found, liars = check.mismatch(totals), set()
+        scale = max(check.norm, float(np.linalg.norm(sum(totals))) / len(check.samples.names), 1e-30)
+        for part, total in enumerate(totals):
+            off = np.linalg.norm(check.reports[part] - total) / len(check.samples.names) / scale
+            if not off <= self._settings.tolerance:
+                liars.add(check.ranges[part].validator)
+        self._vote(target, "gradient", not found <= self._settings.tolerance, found, frozenset(liars))
+
+    def take_accusation(self, place: int, accusation: Accusation) -> None:
+        sender = accusation.sender
+        is_reducers = 0 <= accusation.part < len(self._reducers) and self._reducers[accusation.part] == place
+        if self.docket is None or sender not in self.statements or not is_reducers or sender == place:
+            return
+        if self.docket.find(sender, "statement", place) is None:
+            case = self.docket.open(sender, "statement", place)
+            if self.own in case.jury:
+                self._verifier.proofs_wanted.append((self, place, sender, accusation.part))
+
+    def prove(self, accuser: int, sender: int, part: int, true: np.ndarray | None) -> None:
+        """:param true: numbers, (2 + sums,), of bytes that the sender had committed to; None: none were shown"""
+        guilty = true is not None and differs(self.statements[sender].numbers[part], true)
+        self._vote(sender, "statement", guilty, accuser=accuser)
+
+    def close_suspects(self, present: Collection[Peer]) -> None:
+        """The reducers whose answers are off had a round's time to show whose statement was false.
+
+        :param present: members of that round; who was not there had no say
+        """
+        for reducer in [place for place in self.suspects if self.group[place] in present]:
+            positions = self.suspects.pop(reducer)
+            accused = {case.accused for case in self.docket.cases.values() if case.accuser == reducer}
+            if positions and not accused:
+                self._vote(reducer, "reducer", True)
+
+    def take_vote(self, place: int, vote: Vote) -> None:
+        if self.docket is not None and 0 <= vote.accused < len(self.group) and vote.accused != place:
+            case = self.docket.find(vote.accused, vote.cause, vote.accuser)
+            if case is None and vote.cause in ("gradient", "reducer", "equivocation") and vote.accuser == -1:
+                case = self.docket.open(vote.accused, vote.cause)
+            if case is not None:
+                case.take(place, vote)
+
+    def _vote(
+        self,
+        accused: int,
+        cause: Any,
+        guilty: bool,
+        measure: float = 0.0,
+        liars: frozenset[int] = frozenset(),
+        accuser: int = -1,
+    ) -> None:
+        case = self.docket.open(accused, cause, accuser)
+        if self.own in case.jury and self.own not in case.votes:
+            vote = Vote(self.round_id, accused, cause, guilty, measure, liars, accuser)
+            case.take(self.own, vote)
+            self._verifier.say(vote)
+
+    def _by_place(self, heard: Mapping[Peer, Any]) -> dict[int, Any]:
+        places = {peer: place for place, peer in enumerate(self.group)}
+        return {places[peer]: message for peer, message in heard.items() if peer in places}
+
+
+def _is_statement(statement: Statement, shape: tuple[int, int]) -> bool:
+    numbers = statement.numbers
+    return numbers.shape == shape and bool(np.isfinite(numbers).all()) and bool((numbers[:, :SUMS] >= 0).all())
