@@ -85,3 +85,6 @@ class Tell(Callback):
         for peer, why in report.refused.items():
             message = f"Left out of epoch {report.epoch}: {peer}: {why}."
             self.session.emit("warning", kind="refused", message=message)
+        for peer, why in report.remarks.items():
+            message = f"In epoch {report.epoch} {peer} did not play fair: {why}."
+            self.session.emit("warning", kind="refused", message=message)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
+from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
 from volunteer_kit.swarm.traffic import Traffic
 
 Reduce = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]  # parts and weights -> one part
@@ -143,6 +145,13 @@ class HeldPartReducer:
         if all(future.done() for future in self._answers):
             self.finished.set()
 
+    def fail(self, why: Exception) -> None:
+        """Tell whoever waits that there will be no average."""
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(why)
+                answer.exception()  # nobody may be waiting for it
+
     def finalize(self) -> None:
         """Drop what is held and wake whoever waits."""
         for answer in self._answers:
@@ -178,6 +187,7 @@ class SwarmAllReduce(AllReduceRunner):
         self.max_weight, self.out_of_step = max_weight, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
         self.failed_reducers: list[PeerID] = []
+        self.otherwise: set[PeerID] = set()  # members that were told another group than we were
         self.bytes_sent = self.bytes_received = 0
         self.tensor_part_container.return_deltas = lost_parts_are_zero  # hivemind's name; it has no other use of it
         _retire(self.tensor_part_reducer)
@@ -201,6 +211,32 @@ class SwarmAllReduce(AllReduceRunner):
         """Members whose parts all entered our slice, with their weight."""
         return {self.sender_peer_ids[sender]: weight for sender, weight in self.tensor_part_reducer.weights.items()}
 
+    @property
+    def is_split(self) -> bool:
+        """The leader led us apart: nothing of this round is to be applied."""
+        return is_split(self.group_size, len(self.otherwise))
+
+    async def told_otherwise(self, peer_id: PeerID) -> None:
+        """A member was told another group: nothing of it is awaited, and too many of these end the round."""
+        self.otherwise.add(peer_id)
+        if peer_id in self.sender_peer_ids:
+            await self._ban_sender(peer_id)
+            self.active_senders.add(peer_id)  # or hivemind goes on waiting for its first part
+            if len(self.active_senders) == len(self.sender_peer_ids):
+                self.all_senders_started.set()
+        if self.is_split and not self._future.done():
+            self.tensor_part_reducer.fail(AllreduceException(LED_APART))
+            self.finalize(exception=LedApart())
+            self._future.exception()  # nobody may be waiting for it
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        async for message in super().rpc_aggregate_part(stream, context):
+            if message.code == averaging_pb2.INTERNAL_ERROR and self.is_split:
+                message = averaging_pb2.AveragingData(code=OTHER_GROUP)
+            yield message
+
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         if peer_id == self.peer_id:
             await self._reduce_own_parts()
@@ -213,9 +249,12 @@ class SwarmAllReduce(AllReduceRunner):
             if self.should_delay_results(self.peer_id):
                 await done_sending.wait()
             await self._receive_averages(peer_id, peer_index, stream)
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, ToldOtherwise):
+                await self.told_otherwise(peer_id)
             self.failed_reducers.append(peer_id)
-            self.tensor_part_container.register_failed_reducer(peer_index)
+            if not self.tensor_part_container.finished.is_set():
+                self.tensor_part_container.register_failed_reducer(peer_index)
             raise
 
     async def _reduce_own_parts(self) -> None:
@@ -239,6 +278,8 @@ class SwarmAllReduce(AllReduceRunner):
         part_index = 0
 
         def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
+            if message.code == OTHER_GROUP:
+                raise ToldOtherwise(f"{peer_id} was told another group")
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
             self.bytes_received += size_of(message)

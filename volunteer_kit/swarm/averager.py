@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import multiprocessing as mp
 import time
+from collections import deque
 from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
@@ -20,7 +22,7 @@ from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import auth_pb2, averaging_pb2
-from hivemind.utils.asyncio import enter_asynchronously
+from hivemind.utils.asyncio import achain, as_aiter, enter_asynchronously
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
@@ -29,6 +31,15 @@ from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, under_
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
 from volunteer_kit.swarm.forked import end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
+from volunteer_kit.swarm.told_group import (
+    LED_APART,
+    MAX_GROUP_ID,
+    OTHER_GROUP,
+    LedApart,
+    WaryMatchmaking,
+    as_exchanged,
+    leaders_id,
+)
 from volunteer_kit.swarm.traffic import Traffic
 
 logger = get_logger(__name__)
@@ -50,11 +61,12 @@ class Round:
     """
 
     group: tuple[PeerID, ...] = ()
-    round_id: bytes = b""  # the leader's random number
+    round_id: bytes = b""  # the leader's random number, and a digest of what it told
     gathered: dict[PeerID, Any] = field(default_factory=dict)  # what each member told, see agreement.py
     donors: frozenset[PeerID] = frozenset()  # members that share their state
     received: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)  # peer id -> why its part did not enter the average
+    remarks: dict[str, str] = field(default_factory=dict)  # peer id -> what is held against it, though it took part
     failed_reducers: tuple[str, ...] = ()
     weights: dict[PeerID, float] = field(default_factory=dict)  # senders that entered our slice; none in client mode
     in_agreement: bool = False
@@ -116,6 +128,10 @@ class SwarmAverager(DecentralizedAverager):
         self._admission, self._reduce, self._max_weight = admission or Admission(), reduce, max_weight
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
         self._group_order = mp.Value(ctypes.c_int64, 0)
+        self._led_apart = mp.Value(ctypes.c_int64, 0)
+        self._remarks: dict[str, str] = {}  # of the step under way
+        self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
+        self._split_groups: deque[bytes] = deque(maxlen=16)  # by the id of exchange
         self._awaited: set[PeerID] = set()  # strangers whose token may be on its way
         super().__init__(*args, start=False, **kwargs)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
@@ -142,7 +158,13 @@ class SwarmAverager(DecentralizedAverager):
     def order(self, sequence: int) -> None:
         self._group_order.value = sequence
 
+    @property
+    def led_apart(self) -> int:
+        """Rounds that ended because the leader had told members different groups."""
+        return self._led_apart.value
+
     async def _step(self, *, step: StepControl, **kwargs) -> None:
+        self._remarks = {}
         self._matchmaking.schema_hash = under_order(self.schema_hash, self.order)
         self._matchmaking.target_group_size = self.expected_group_size if self.expected_group_size > 1 else None
         woken = step.wait_for_cancel
@@ -166,6 +188,7 @@ class SwarmAverager(DecentralizedAverager):
         forget_inherited_tensors()
         hold_tasks(hivemind.averaging.averager)
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
+        hivemind.averaging.averager.Matchmaking = WaryMatchmaking
         SwarmAverager.doorkeeper = self._admission  # a process of our own: nobody shares the class
         SwarmAverager.introductions = Introductions(self._admission)
         super().run()
@@ -226,9 +249,30 @@ class SwarmAverager(DecentralizedAverager):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         await self._token_may_come(context.remote_id)
         self.doorkeeper.check(context.remote_id, "aggregate_part")
-        async for message in super().rpc_aggregate_part(stream, context):
+        first = await anext(stream)
+        if first.group_id not in self._running_groups:
+            await self._pending_groups_registered.wait()
+        if first.group_id in self._running_groups:
+            # hivemind awaits this future bare: a member that hangs up meanwhile would cancel it, and the round, for all
+            await asyncio.wait({self._running_groups[first.group_id]})
+        async for message in super().rpc_aggregate_part(achain(as_aiter(first), stream), context):
+            if message.code == averaging_pb2.BAD_GROUP_ID:
+                if self._running_groups:
+                    await self._hear_of_other_group(context.remote_id, first.group_id)
+                if self._running_groups or first.group_id in self._split_groups:
+                    message = averaging_pb2.AveragingData(code=OTHER_GROUP)
             yield message
         await asyncio.sleep(LINGER)
+
+    async def _hear_of_other_group(self, peer_id: PeerID, group_id: bytes) -> None:
+        """A peer sends parts of a group that is none of ours. If it is in our group as well, its leader told it another
+        one; unless its words are late and of a round before."""
+        if leaders_id(group_id) in self._past_groups:
+            return
+        known, _ = await asyncio.wait(set(self._running_groups.values()), timeout=TOKEN_PATIENCE)
+        for runner in (future.result() for future in known if not future.cancelled()):
+            if peer_id in runner.sender_peer_ids and peer_id not in runner.active_senders:
+                await runner.told_otherwise(peer_id)
 
     @classmethod
     def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None):
@@ -253,12 +297,21 @@ class SwarmAverager(DecentralizedAverager):
 
     # --- one round ---
 
+    @contextlib.contextmanager
+    def _register_allreduce_group(self, group_info: GroupInfo):
+        with super()._register_allreduce_group(as_exchanged(group_info)):
+            try:
+                yield
+            finally:
+                self._past_groups.append(group_info.group_id)
+
     def is_in_agreement(self, gathered: dict[PeerID, Any]) -> bool:
         """Do all members hold the same, so that nothing has to be exchanged? Gradients never do."""
         return False
 
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **kwargs) -> Round:
         started = time.perf_counter()
+        group_info = as_exchanged(group_info)
         try:
             modes, bandwidths, gathered = self._read_group(group_info)
             donors = frozenset(
@@ -277,7 +330,14 @@ class SwarmAverager(DecentralizedAverager):
                         tensors, group_info, peer_fractions=fractions, modes=modes, outcome=outcome, **kwargs
                     )
             outcome.seconds = time.perf_counter() - started
+            outcome.remarks |= self._remarks
             return outcome
+        except LedApart:
+            self._split_groups.append(group_info.group_id)
+            self._led_apart.value += 1
+            self._remarks[str(self._matchmaking.leader)] = LED_APART
+            self._matchmaking.avoid(self._matchmaking.leader)
+            raise
         except Exception as e:
             logger.debug("averaging failed", exc_info=True)
             raise MatchmakingException(f"Unable to run All-Reduce: {e!r}") from e
@@ -285,6 +345,8 @@ class SwarmAverager(DecentralizedAverager):
     def _read_group(self, group_info: GroupInfo) -> tuple[tuple[AveragingMode, ...], list[float | None], dict]:
         """What the leader says of the group, checked: a leader is a stranger too."""
         size = len(group_info.peer_ids)
+        if len(leaders_id(group_info.group_id)) > MAX_GROUP_ID:
+            raise AllreduceException(f"a group with a name of {len(group_info.group_id)} bytes")
         if not 1 < size <= MAX_GROUP_SIZE or len(set(group_info.peer_ids)) < size:
             raise AllreduceException(f"a group of {size} peers, or with a peer named twice")
         modes, bandwidths, gathered = [], [], {}
@@ -320,7 +382,7 @@ class SwarmAverager(DecentralizedAverager):
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)
-        averages = [average async for average in runner]
+        averages = await self._averages_of(runner)
         if self.mode != AveragingMode.AUX:
             for tensor, average in zip(tensors, averages, strict=True):
                 tensor.copy_(average)
@@ -329,3 +391,14 @@ class SwarmAverager(DecentralizedAverager):
         outcome.failed_reducers = tuple(map(str, runner.failed_reducers))
         outcome.weights = runner.weights
         outcome.bytes_sent, outcome.bytes_received = runner.bytes_sent, runner.bytes_received
+
+    async def _averages_of(self, runner: SwarmAllReduce) -> list[torch.Tensor]:
+        """Raises LedApart, as soon as it is known, if nothing of the round must be applied."""
+        try:
+            averages = [] if runner.is_split else [average async for average in runner]
+        except AllreduceException:
+            if not runner.is_split:
+                raise
+        if runner.is_split:
+            raise LedApart
+        return averages

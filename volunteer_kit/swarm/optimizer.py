@@ -21,6 +21,7 @@ from volunteer_kit.swarm.reach import Reach
 from volunteer_kit.swarm.receipts import Reduced
 from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
+from volunteer_kit.swarm.told_group import LED_APART
 from volunteer_kit.swarm.traffic import Traffic
 from volunteer_kit.swarm.uncertain import UncertainSteps
 
@@ -277,11 +278,12 @@ class SwarmOptimizer(FollowingOptimizer):
         """
         report, outcome, failure = self._report, Round(), None
         if maybe_step_control is not None:
-            own_id = self.dht.peer_id
+            own_id, led_apart = self.dht.peer_id, self.grad_averager.led_apart
             try:
                 outcome = self._await_round(maybe_step_control)
             except BaseException as e:
                 failure = "nobody answered in time" if isinstance(e, (TimeoutError, FutureTimeoutError)) else repr(e)
+                failure = LED_APART if self.grad_averager.led_apart > led_apart else failure
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
@@ -330,6 +332,7 @@ class SwarmOptimizer(FollowingOptimizer):
                 bytes_sent=outcome.bytes_sent,
                 bytes_received=outcome.bytes_received,
                 refused=outcome.refused,
+                remarks=outcome.remarks,
                 failure=failure,
                 apart=self._follow.why if self._follow is not None else None,
                 uncertain=uncertain,

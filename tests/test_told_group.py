@@ -1,0 +1,229 @@
+"""A leader that tells the members of its group different things: noticed soon, told in words, and nothing applied."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
+
+import pytest
+import torch
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.matchmaking import MatchmakingException
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer, get_dht_time
+
+from tests.test_allreduce import average, make_group, make_tensors
+from volunteer_kit.swarm.allreduce import SwarmAllReduce
+from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, as_exchanged, exchange_id, is_split, leaders_id
+
+A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
+GROUP = GroupInfo(b"g" * 20, (A, B, C), (b"a", b"b", b"c"))
+
+
+@pytest.mark.parametrize(
+    "other, why",
+    [
+        (GroupInfo(b"h" * 20, GROUP.peer_ids, GROUP.gathered), "another round"),
+        (GroupInfo(GROUP.group_id, (A, B, D), GROUP.gathered), "another member"),
+        (GroupInfo(GROUP.group_id, (B, A, C), GROUP.gathered), "another order, and so another share for each"),
+        (GroupInfo(GROUP.group_id, GROUP.peer_ids[:2], GROUP.gathered[:2]), "a shorter list"),
+        (GroupInfo(GROUP.group_id, GROUP.peer_ids, (b"a", b"b", b"x")), "another bandwidth"),
+        (GroupInfo(GROUP.group_id, GROUP.peer_ids, (b"ab", b"", b"c")), "the same bytes, cut elsewhere"),
+    ],
+)
+def test_an_id_is_of_all_that_was_told(other, why):
+    assert exchange_id(other) != exchange_id(GROUP), why
+    assert exchange_id(GROUP) == exchange_id(replace(GROUP))
+    assert leaders_id(exchange_id(other)) == other.group_id
+    assert as_exchanged(GROUP).peer_ids == GROUP.peer_ids
+
+
+@pytest.mark.parametrize(
+    "size, otherwise, split",
+    [
+        (2, 0, False),
+        (2, 1, True),
+        (3, 0, False),
+        (3, 1, True),  # of the two who were told something, nobody knows who is right
+        (4, 1, False),  # it costs its slice, and sees itself that two were told otherwise
+        (4, 2, True),
+        (16, 7, False),
+        (16, 8, True),
+        (16, 15, True),
+    ],
+)
+def test_who_takes_nothing_of_a_round(size, otherwise, split):
+    assert is_split(size, otherwise) is split
+
+
+class Odd(SwarmAllReduce):
+    """A member that runs another group."""
+
+    async def rpc_aggregate_part(self, stream, context):
+        yield averaging_pb2.AveragingData(code=OTHER_GROUP)
+
+    async def run(self):
+        return
+        yield
+
+
+def test_one_of_many_that_was_told_otherwise_costs_its_own_slice_and_samples():
+    tensors = [make_tensors(seed) for seed in range(4)]
+    started = time.monotonic()
+    runners, results = average(lambda: make_group(tensors, kinds={3: Odd}, timeout=30.0))
+    assert time.monotonic() - started < 15, "nobody waited for its parts"
+    for i in range(3):
+        assert not isinstance(results[i], BaseException), results[i]
+        assert runners[i].otherwise == {runners[3].peer_id} and not runners[i].is_split
+        assert runners[i].failed_reducers == [runners[3].peer_id] and len(runners[i].weights) == 3
+
+
+# --- real averagers ---
+
+
+class LyingLeader(SwarmAverager):
+    """Tells the first of its followers what `lie` makes of the truth."""
+
+    lies = True
+    lie: Callable
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        async for message in super().rpc_join_group(request, context):
+            if message.code == averaging_pb2.BEGIN_ALLREDUCE and self.lies:
+                self.lies = False
+                self.lie(message, {self.peer_id.to_bytes(), context.remote_id.to_bytes()})
+            yield message
+
+
+def tell_another_bandwidth(message, known) -> None:
+    """The follower is to cut the tensors elsewhere."""
+    bandwidth, mode, words = MSGPackSerializer.loads(message.gathered[0])
+    message.gathered[0] = MSGPackSerializer.dumps([bandwidth * 7, mode, words])
+
+
+def tell_another_order(message, known) -> None:
+    for listed in (message.ordered_peer_ids, message.gathered):
+        turned = list(reversed(listed))
+        del listed[:]
+        listed.extend(turned)
+
+
+def leave_one_out(message, known) -> None:
+    """The follower is to know nothing of the other one."""
+    gone = next(i for i, peer in enumerate(message.ordered_peer_ids) if peer not in known)
+    del message.ordered_peer_ids[gone], message.gathered[gone]
+
+
+@pytest.fixture(scope="module")
+def peers(peer):
+    others = []
+    for _ in range(2):
+        config = PeerConfig(
+            initial_peers=peer.visible_maddrs(), host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60
+        )
+        others.append(start_peer(config))
+    yield [peer, *others]
+    for other in others:
+        other.shutdown()
+
+
+@contextlib.contextmanager
+def averagers(peers, prefix: str, lie: Callable | None, last_is_client: bool = False) -> Iterator[list[SwarmAverager]]:
+    """The first one leads, and lies."""
+    liar = type("SwarmAverager", (LyingLeader,), {"lie": staticmethod(lie)}) if lie else SwarmAverager
+    started: list[SwarmAverager] = []
+    try:
+        for i, peer in enumerate(peers):
+            started.append(
+                (liar if i == 0 else SwarmAverager)(
+                    [torch.full((4000,), float(i))],
+                    dht=peer.dht,
+                    prefix=prefix,
+                    client_mode=last_is_client and i == 2,
+                    target_group_size=3,
+                    min_matchmaking_time=2.0,
+                    bandwidth=100.0,
+                    part_size_bytes=1000,  # each of them reduces something
+                    sender_timeout=60.0,  # whoever waits for it fails the test
+                    reducer_timeout=120.0,
+                    allreduce_timeout=200.0,
+                    start=True,
+                )
+            )
+        yield started
+    finally:
+        for averager in started:
+            averager.shutdown()
+
+
+def begin(averagers, **options) -> list:
+    """A round in which the first one leads: the others look for a leader that meets earlier than they do."""
+    now = get_dht_time()
+    return [
+        averager.step(gather=averager.to_tell(i), wait=False, timeout=60, scheduled_time=now + 2.0 + i, **options)
+        for i, averager in enumerate(averagers)
+    ]
+
+
+def values(averager) -> torch.Tensor:
+    with averager.get_tensors() as [tensor]:
+        return tensor.clone()
+
+
+@pytest.mark.parametrize(
+    "lie, last_is_client",
+    [(tell_another_bandwidth, False), (tell_another_order, False), (tell_another_bandwidth, True)],
+    ids=["bandwidth", "order", "bandwidth, one in client mode"],
+)
+def test_a_leader_that_tells_members_different_things(peers, lie, last_is_client):
+    with averagers(peers, f"lie_{lie.__name__}_{last_is_client}", lie, last_is_client) as members:
+        started = time.monotonic()
+        for control in begin(members, allow_retries=False):
+            with pytest.raises(MatchmakingException, match=LED_APART):
+                control.result(50)
+        assert time.monotonic() - started < 40, "it is found out, and not waited for"
+        for i, member in enumerate(members):
+            assert member.led_apart == 1
+            assert torch.equal(values(member), torch.full((4000,), float(i))), "nothing of the round is applied"
+
+
+def test_who_was_left_out_of_a_list_takes_nothing(peers):
+    """The one from whom another was hidden cannot know: for it the group is smaller."""
+    with averagers(peers, "left_out", leave_one_out) as members:
+        controls = begin(members, allow_retries=False)
+        failed = []
+        for i, control in enumerate(controls):
+            try:
+                assert len(control.result(50).group) == 2
+            except MatchmakingException as e:
+                assert LED_APART in str(e)
+                assert torch.equal(values(members[i]), torch.full((4000,), float(i)))
+                failed.append(i)
+        assert len(failed) >= 1
+
+
+def test_the_next_attempt_has_another_leader_and_tells(peers):
+    with averagers(peers, "again", tell_another_bandwidth) as members:
+        controls = begin(members)
+        liar = str(peers[0].peer_id)
+        for control, member in list(zip(controls, members, strict=True))[1:]:
+            outcome = control.result(50)
+            assert outcome.remarks == {liar: LED_APART} and outcome.received == 1.0
+            assert outcome.group and member.led_apart == 1
+        controls[0].cancel()
+
+
+def test_honest_leaders_are_not_accused(peers):
+    with averagers(peers, "honest", None) as members:
+        for outcome in [control.result(50) for control in begin(members)]:
+            assert len(outcome.group) == 3 and outcome.received == 1.0 and not outcome.remarks
+        for member in members:
+            assert torch.equal(values(member), torch.ones(4000)) and member.led_apart == 0
