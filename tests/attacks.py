@@ -40,6 +40,20 @@ def claim_weight() -> None:
     SwarmGradientAverager.step = step
 
 
+def average_large_parameters() -> None:
+    """At each round of state averaging parameters thirty times as large as ours."""
+    honest_average = SwarmStateAverager._average_parameters
+
+    def average(self, timeout) -> None:
+        with self.get_tensors() as tensors:
+            for tensor in tensors:
+                tensor.mul_(30.0)
+        self.describe()  # where all say that they hold the same, nothing is averaged
+        honest_average(self, timeout)
+
+    SwarmStateAverager._average_parameters = torch.no_grad()(average)
+
+
 def send_large_numbers(when: Path) -> None:
     """Honest until the file `when` is there; then gradients in one wrong direction a million times as long as they are,
     and at each round of state averaging parameters thirty times as large as ours."""
@@ -66,4 +80,4 @@ def send_large_numbers(when: Path) -> None:
     SwarmStateAverager._average_parameters = torch.no_grad()(average)
 
 
-ATTACKS = {"nan": send_nan, "weight": claim_weight}
+ATTACKS = {"nan": send_nan, "weight": claim_weight, "state": average_large_parameters}

@@ -167,6 +167,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 refused=report.refused,
                 failure=report.failure,
                 apart=report.apart,
+                remarks=report.remarks,
                 uncertain=report.uncertain,
                 kept_until=report.kept_until,
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),

@@ -66,6 +66,26 @@ def test_a_dishonest_peer_costs_its_own_samples_only(tmp_path, attack, words):
             assert all(loss == loss and loss < 2 * losses[0] for loss in losses)
 
 
+def test_poisoned_state_averaging_is_not_taken(tmp_path):
+    """By the plain mean, so that the bound alone must hold it off."""
+    options = {"average_state_every": 1, "delay_optimizer_step": True}
+    with local_swarm(tmp_path) as swarm:
+        honest = [swarm.add(**options), swarm.add(**options)]
+        for peer in honest:
+            peer.wait_epoch(2, group_size=2)
+        liar = swarm.add(attack="state", **options)
+        kept = [peer.wait_for(lambda e: "state averaging" in e.get("remarks", {})) for peer in honest]
+        for told, peer in zip(kept, honest, strict=True):
+            assert "we keep our own parameters: tensor 0 would move by" in told["remarks"]["state averaging"]
+            peer.wait_epoch(told["epoch"] + 2)
+        liar.kill()
+        ends = swarm.finish(*honest)
+        assert len({end["model"] for end in ends}) == 1, ends
+        for peer in honest:
+            losses = [e["loss"] for e in peer.events if e["event"] == "epoch"]
+            assert all(loss == loss and loss < 2 * losses[0] for loss in losses)
+
+
 @pytest.mark.parametrize(
     "delays", [{}, {"delay_optimizer_step": True, "delay_grad_averaging": True}], ids=["sync", "delayed averaging"]
 )

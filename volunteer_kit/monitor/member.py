@@ -22,7 +22,6 @@ from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.public_samples import public_samples
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups
 from volunteer_kit.session.options import swarm_options
-from volunteer_kit.session.trust import ROUNDING_OF_STATE_ROUNDS
 from volunteer_kit.swarm.acceptance import StateTrust
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.credit_bounds import Bounds
@@ -31,6 +30,7 @@ from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 from volunteer_kit.swarm.receipts import ReceiptBoard, ReceiptWriter
 from volunteer_kit.swarm.records import PeerBoard
+from volunteer_kit.swarm.state_round import ROUNDING
 from volunteer_kit.swarm.transfer import StateRefused
 
 MICROBATCH = 64  # samples that a volunteer does at once, for the receipts' bounds
@@ -70,7 +70,7 @@ class Member:
         self.admission = self.membership.admission if self.membership else Admission()
         self.public_loss = public_samples(run)
         self.step_bound = LambStepBound(
-            run.optimizer, ROUNDING_OF_STATE_ROUNDS if run.swarm.average_state_every else 0.0
+            run.optimizer, ROUNDING if run.swarm.average_state_every else 0.0
         )
         model = build_model(run)
         self.names = parameter_names(model)

@@ -86,5 +86,5 @@ class Tell(Callback):
             message = f"Left out of epoch {report.epoch}: {peer}: {why}."
             self.session.emit("warning", kind="refused", message=message)
         for peer, why in report.remarks.items():
-            message = f"In epoch {report.epoch} {peer} did not play fair: {why}."
+            message = f"Noted in epoch {report.epoch}: {peer}: {why}."
             self.session.emit("warning", kind="refused", message=message)

@@ -13,14 +13,14 @@ from volunteer_kit.public_samples import public_samples
 from volunteer_kit.runs import RunConfig, build_model, build_param_groups
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.acceptance import PublicLoss, StateTrust
+from volunteer_kit.swarm.believed_speed import Speeds
 from volunteer_kit.swarm.credit_bounds import Bounds
 from volunteer_kit.swarm.receipts import ReceiptBoard, ReceiptWriter
+from volunteer_kit.swarm.state_round import ROUNDING
 
 if TYPE_CHECKING:
     from volunteer_kit.session import Session
 
-# of a tensor's norm; what the 8-bit codec of a round that averages parameters rounds away from it, at most
-ROUNDING_OF_STATE_ROUNDS = 0.05
 
 
 class Among:
@@ -36,11 +36,14 @@ class Among:
             optimizer.options.max_samples_per_second,
             microbatch=largest_batch(session.run.target_batch_size),
         )
-        self._receipts = ReceiptWriter(board, bounds, session.board.fetch, session.peer.admission.account_of)
-        optimizer.on_reduced = self._receipts
+        account_of = session.peer.admission.account_of
+        self._receipts = ReceiptWriter(board, bounds, session.board.fetch, account_of)
+        self._speeds = Speeds(bounds, session.board.fetch, account_of)
+        optimizer.on_reduced, optimizer.speeds = self._receipts, self._speeds
 
     def close(self) -> None:
         self._receipts.close()
+        self._speeds.close()
 
 
 def state_trust(session: Session, public_loss: PublicLoss | None) -> StateTrust:
@@ -54,7 +57,7 @@ def state_trust(session: Session, public_loss: PublicLoss | None) -> StateTrust:
         session.membership.trust,
         swarm_options(session.run).run_key,
         Path(session.membership.identity_path).parent / "states",
-        step_bound=LambStepBound(session.run.optimizer, ROUNDING_OF_STATE_ROUNDS if averages else 0.0),
+        step_bound=LambStepBound(session.run.optimizer, ROUNDING if averages else 0.0),
         seed=lambda: initial_parameters(session.run),
         public_loss=public_loss,
         on_refused=tell,

@@ -22,6 +22,7 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
+from volunteer_kit.robust.bounds import NORM_BOUND, bound_norms
 from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
 from volunteer_kit.swarm.traffic import Traffic
 
@@ -44,9 +45,17 @@ def read_values(message: runtime_pb2.Tensor) -> torch.Tensor:
 
 
 def reason_to_refuse(
-    part: torch.Tensor, shape: torch.Size, weight: float, first_weight: float | None, max_weight: float
+    part: torch.Tensor,
+    shape: torch.Size,
+    weight: float,
+    first_weight: float | None,
+    max_weight: float,
+    own_limit: float | None = None,
 ) -> str | None:
-    """Why a sender's part must not enter the average, in words, or None if it may."""
+    """Why a sender's part must not enter the average, in words, or None if it may.
+
+    :param own_limit: of this sender, by its device and the time; None: not known
+    """
     if part.shape != shape:
         return f"shape {tuple(part.shape)} instead of {tuple(shape)}"
     if not part.is_floating_point():
@@ -55,6 +64,8 @@ def reason_to_refuse(
         return f"weight {weight}"
     if weight > max_weight:
         return f"weight {weight:g}, more than the {max_weight:g} that anyone can have earned"
+    if own_limit is not None and weight > own_limit:
+        return f"weight {weight:g}, more than the {own_limit:g} that its device can have earned in the time"
     if first_weight is not None and weight != first_weight:
         return "a weight that changes between parts"
     if not torch.isfinite(part.float()).all():  # 1e300 in float64 is finite, and not in what it is averaged in
@@ -87,6 +98,7 @@ class HeldPartReducer:
         self._next_part = [0] * num_senders  # of each sender
         self._failed: set[int] = set()
         self._given: dict[int, tuple[int, float, bool]] = {}  # parts that entered, weight, is any value not zero
+        self.too_long: set[int] = set()  # senders of parts that were scaled down
         self.finished = asyncio.Event()
         if not shapes:
             self.finished.set()
@@ -129,13 +141,17 @@ class HeldPartReducer:
         held = self._held[part_index]
         if answer.done() or len(held) < expected:
             return
-        counted = [held[sender] for sender in sorted(held) if held[sender][0] is not None]
+        senders = [sender for sender in sorted(held) if held[sender][0] is not None]
+        counted = [held[sender] for sender in senders]
         if not counted:
             answer.set_exception(AllreduceException("nobody sent a part that counts"))
             answer.exception()  # nobody may be waiting for it
         else:
             try:
-                average = self._reduce([part for part, _ in counted], [weight for _, weight in counted])
+                weights = [weight for _, weight in counted]
+                parts, too_long = bound_norms([part for part, _ in counted], weights)
+                self.too_long.update(senders[place] for place in too_long)
+                average = self._reduce(parts, weights)
                 message = self._codec.compress(average, self.infos[part_index])
                 answer.set_result((deserialize_torch_tensor(message), message))
             except Exception as e:  # raised here it would blame the sender whose part was the last
@@ -166,6 +182,7 @@ class SwarmAllReduce(AllReduceRunner):
 
     :param reduce: the reduction rule
     :param max_weight: a larger declared weight is a lie; in samples for gradients, 1 for state
+    :param weight_limit: of one sender, by its device and the time; None: not known
     :param out_of_step: members whose parts must not enter, with the reason; they are answered all the same
     :param lost_parts_are_zero: what stands for a part that no reducer answered: zero, or what we sent
     :param traffic: counts what is sent and received, and holds it below this peer's cap
@@ -177,6 +194,7 @@ class SwarmAllReduce(AllReduceRunner):
         reduce: Reduce,
         max_weight: float,
         compression: CompressionBase,
+        weight_limit: Callable[[PeerID], float | None] = lambda peer: None,
         out_of_step: Mapping[PeerID, str] = MappingProxyType({}),
         lost_parts_are_zero: bool = False,
         traffic: Traffic | None = None,
@@ -184,7 +202,7 @@ class SwarmAllReduce(AllReduceRunner):
     ):
         super().__init__(compression=compression, **kwargs)
         self.traffic = traffic or Traffic()
-        self.max_weight, self.out_of_step = max_weight, out_of_step
+        self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
         self.failed_reducers: list[PeerID] = []
         self.otherwise: set[PeerID] = set()  # members that were told another group than we were
@@ -210,6 +228,12 @@ class SwarmAllReduce(AllReduceRunner):
     def weights(self) -> dict[PeerID, float]:
         """Members whose parts all entered our slice, with their weight."""
         return {self.sender_peer_ids[sender]: weight for sender, weight in self.tensor_part_reducer.weights.items()}
+
+    @property
+    def remarks(self) -> dict[PeerID, str]:
+        """What is held against members that took part."""
+        words = f"values more than {NORM_BOUND:g} times as long as the others', scaled down"
+        return {self.sender_peer_ids[sender]: words for sender in self.tensor_part_reducer.too_long}
 
     @property
     def is_split(self) -> bool:
@@ -257,11 +281,15 @@ class SwarmAllReduce(AllReduceRunner):
                 self.tensor_part_container.register_failed_reducer(peer_index)
             raise
 
+    def _limits_of(self, sender: PeerID) -> tuple[float, float | None]:
+        """Of a member that is out of step nothing counts, and it may have been at its epoch for long."""
+        return self.max_weight, None if sender in self.out_of_step else self.weight_limit(sender)
+
     async def _reduce_own_parts(self) -> None:
         peer_index, sender = self.ordered_peer_ids.index(self.peer_id), self.sender_peer_ids.index(self.peer_id)
         for part_index, part in enumerate(self.parts_for_local_averaging):
             # our own numbers get no more trust than a stranger's: one NaN of ours would be everybody's
-            reason = reason_to_refuse(part, part.shape, self.weight, None, self.max_weight)
+            reason = reason_to_refuse(part, part.shape, self.weight, None, *self._limits_of(self.peer_id))
             if reason:
                 self.refused[self.peer_id] = reason
                 await self._ban_sender(self.peer_id)
@@ -318,7 +346,9 @@ class SwarmAllReduce(AllReduceRunner):
                 self.bytes_received += num_bytes
                 if part_index >= reducer.num_parts:
                     raise RefusedPart("more parts than the slice has")
-                reason = reason_to_refuse(part, reducer.shapes[part_index], weight, first_weight, self.max_weight)
+                reason = reason_to_refuse(
+                    part, reducer.shapes[part_index], weight, first_weight, *self._limits_of(sender)
+                )
                 if reason:
                     self.refused[sender] = reason
                     raise RefusedPart(reason)

@@ -8,6 +8,7 @@ import ctypes
 import multiprocessing as mp
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
@@ -29,6 +30,7 @@ from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, under_order, whom_to_follow
 from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
+from volunteer_kit.swarm.believed_speed import Limits
 from volunteer_kit.swarm.forked import end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
 from volunteer_kit.swarm.told_group import (
@@ -67,6 +69,7 @@ class Round:
     received: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)  # peer id -> why its part did not enter the average
     remarks: dict[str, str] = field(default_factory=dict)  # peer id -> what is held against it, though it took part
+    kept_own: str | None = None  # why our own tensors were not replaced by the averages
     failed_reducers: tuple[str, ...] = ()
     weights: dict[PeerID, float] = field(default_factory=dict)  # senders that entered our slice; none in client mode
     in_agreement: bool = False
@@ -128,6 +131,7 @@ class SwarmAverager(DecentralizedAverager):
         self._admission, self._reduce, self._max_weight = admission or Admission(), reduce, max_weight
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
         self._group_order = mp.Value(ctypes.c_int64, 0)
+        self._weight_limits = Limits()  # in the averager's process
         self._led_apart = mp.Value(ctypes.c_int64, 0)
         self._remarks: dict[str, str] = {}  # of the step under way
         self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
@@ -157,6 +161,14 @@ class SwarmAverager(DecentralizedAverager):
     @order.setter
     def order(self, sequence: int) -> None:
         self._group_order.value = sequence
+
+    def limit_weights(self, limits: Limits) -> None:
+        """What each sender can have earned for the next round; where it is not known, `max_weight` is believed."""
+        peers = {peer.to_bytes(): weight for peer, weight in limits.peers.items()}
+        self._outer_pipe.send(("_take_weight_limits", [peers, limits.others], {}))
+
+    async def _take_weight_limits(self, peers: dict[bytes, float], others: float | None) -> None:
+        self._weight_limits = Limits({PeerID(peer): weight for peer, weight in peers.items()}, others)
 
     @property
     def led_apart(self) -> int:
@@ -309,6 +321,10 @@ class SwarmAverager(DecentralizedAverager):
         """Do all members hold the same, so that nothing has to be exchanged? Gradients never do."""
         return False
 
+    def reason_to_keep_own(self, tensors: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> str | None:
+        """Why must the averages not be taken? In the averager's process. Gradients have the rule to rely on."""
+        return None
+
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **kwargs) -> Round:
         started = time.perf_counter()
         group_info = as_exchanged(group_info)
@@ -376,6 +392,7 @@ class SwarmAverager(DecentralizedAverager):
             ordered_peer_ids=group_info.peer_ids,
             reduce=self._reduce,
             max_weight=self._max_weight,
+            weight_limit=lambda peer: self._weight_limits.of(peer),  # they may come a moment after the group
             out_of_step=outcome.out_of_step(),
             lost_parts_are_zero=self.lost_parts_are_zero,
             traffic=self.traffic,
@@ -383,11 +400,13 @@ class SwarmAverager(DecentralizedAverager):
         )
         self._running_groups[group_id].set_result(runner)
         averages = await self._averages_of(runner)
-        if self.mode != AveragingMode.AUX:
+        outcome.kept_own = self.reason_to_keep_own(tensors, averages)
+        if self.mode != AveragingMode.AUX and outcome.kept_own is None:
             for tensor, average in zip(tensors, averages, strict=True):
                 tensor.copy_(average)
         outcome.received = runner.received
         outcome.refused = {str(peer): why for peer, why in runner.refused.items()}
+        outcome.remarks |= {str(peer): why for peer, why in runner.remarks.items()}
         outcome.failed_reducers = tuple(map(str, runner.failed_reducers))
         outcome.weights = runner.weights
         outcome.bytes_sent, outcome.bytes_received = runner.bytes_sent, runner.bytes_received

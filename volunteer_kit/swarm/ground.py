@@ -177,13 +177,14 @@ class GroundedState(StateTransfer):
             return reason
         return reason_to_refuse_state(Evidence(**measured, **self._losses(ground, parameters)))
 
-    def _bounds(self, ground: Ground, epoch: int) -> Sequence[float] | None:
+    def _bounds(self, ground: Ground, epoch: int, astray: int = ASTRAY) -> Sequence[float] | None:
+        """:param astray: epochs before the earlier one in which both may have taken steps of their own"""
         bound = self.trust.step_bound
         if bound is None:
             return None
         if not ground.is_veteran:
             return bound(ground.parameters, ground.epoch, epoch)
-        since = max(0, min(ground.epoch, epoch) - ASTRAY)
+        since = max(0, min(ground.epoch, epoch) - astray)
         norms = [torch.linalg.vector_norm(p, dtype=torch.float64).item() for p in ground.parameters]
         ours, theirs = bound(ground.parameters, since, ground.epoch), bound(ground.parameters, since, epoch)
         # where all was zero then, as biases are at first, each of us has taken his own first step

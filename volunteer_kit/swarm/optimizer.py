@@ -13,6 +13,8 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.allreduce import Reduce
 from volunteer_kit.swarm.averager import Round
+from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
+from volunteer_kit.swarm.believed_speed import Speeds
 from volunteer_kit.swarm.following import FollowingOptimizer
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
@@ -39,10 +41,12 @@ class SwarmOptimizer(FollowingOptimizer):
         real step with zero gradients to create it)
     :param scheduler: optimizer -> scheduler, stepped once an epoch
     :param reduce: seam: the reduction rule
+    :param state_reduce: that of rounds in which parameters are averaged
     """
 
     _attends = False  # trains nothing
     on_round: Callable[[int], None] | None = None  # told, with the number of peers here, when averaging begins
+    speeds: Speeds | None = None  # what the others' devices can have done; None: not known
     on_reduced: Callable[[Reduced], None] | None = None  # told of each round that had a group
 
     def __init__(
@@ -54,12 +58,15 @@ class SwarmOptimizer(FollowingOptimizer):
         optimizer: Callable,
         scheduler: Callable | None = None,
         reduce: Reduce = weighted_mean,
+        state_reduce: Reduce = weighted_mean,
     ):
         self.options = options
         self.reports: deque[StepReport] = deque(maxlen=1000)  # of global steps not yet taken by the trainer
         self._traffic = Traffic(options.max_mbps)
         self._seams = {"admission": peer.admission, "reduce": reduce, "traffic": self._traffic}
+        self._state_reduce = state_reduce
         self._report: dict[str, Any] = {}  # of the global step under way
+        self._last_began: float | None = None  # time.monotonic() of our last round
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
         self._begun: list[Any] = []  # parts with threads and processes of their own
         try:
@@ -117,7 +124,8 @@ class SwarmOptimizer(FollowingOptimizer):
             initialize_optimizer=False,  # the factory's has its zero state; hivemind's trial step would move the model
             status_loglevel=self.status_loglevel,
             start=True,
-            **self._averager_options(max_weight=1.0),
+            measures_steps=self.options.average_state_every > 0,
+            **{**self._averager_options(max_weight=1.0), "reduce": self._state_reduce},
             **kwargs,
         )
         self._begun.append(averager)
@@ -253,6 +261,7 @@ class SwarmOptimizer(FollowingOptimizer):
         self._prepare_to_meet()
         if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
             self.scheduled_grads = None  # of the last round; hivemind, finding it here, would begin none and step alone
+        self._limit_weights()
         report = self._report = {
             "epoch": self.local_epoch + 1,
             "samples": self.grad_averager.local_samples_accumulated,
@@ -266,6 +275,15 @@ class SwarmOptimizer(FollowingOptimizer):
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:
             self._finish_report(report, Round(), None)
+
+    def _limit_weights(self) -> None:
+        """Nobody can have more samples than its device does between two rounds; others may have begun the last one a
+        matchmaking earlier."""
+        now, last, self._last_began = time.monotonic(), self._last_began, time.monotonic()
+        if self.speeds is not None:
+            known = last is not None
+            limits = self.speeds.samples_within(now - last + self.matchmaking_time) if known else WeightLimits()
+            self.grad_averager.limit_weights(limits)
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
         self._report["averaged"] = super()._begin_averaging_gradients(grad_scaler)
@@ -332,7 +350,7 @@ class SwarmOptimizer(FollowingOptimizer):
                 bytes_sent=outcome.bytes_sent,
                 bytes_received=outcome.bytes_received,
                 refused=outcome.refused,
-                remarks=outcome.remarks,
+                remarks={**outcome.remarks, **self.state_averager.take_remarks()},
                 failure=failure,
                 apart=self._follow.why if self._follow is not None else None,
                 uncertain=uncertain,

@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from volunteer_kit.swarm.agreement import (
     sketch,
 )
 from volunteer_kit.swarm.arrival import ArrivingState
+from volunteer_kit.swarm.ground import ASTRAY, Ground
+from volunteer_kit.swarm.state_round import REMEMBERED, OwnSteps, reason_to_keep_own
 from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
 logger = get_logger(__name__)
@@ -68,9 +70,12 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
     After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
     donor. In a round of state averaging nothing is sent while all members hold the same. A state is given with the
     sketches that it had after its last epochs: who takes it learns by them which of its own steps are in it.
+
+    :param measures_steps: state is averaged, and the run's optimizer may have no known bound: costs a copy of the
+        parameters at each step where there is none
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, *, measures_steps: bool = False, **kwargs):
         # hivemind counts the epoch before the background step that makes it true: what a joiner would then download
         # is the old model under the new number, and its statistics would differ from everybody's for good
         self._step_done, self._state_epoch = threading.Event(), 0
@@ -80,6 +85,10 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         self._own_past: list[list] = []  # those of them that our own steps made
         self._lineage, self._order = BEGINNING, 0
         self.round_name: bytes | None = None  # of the round that the next step comes of; None: it is nobody else's
+        self._own_steps = OwnSteps() if measures_steps else None
+        self._bounds_of_round: list[float] = []  # in the averager's process
+        self._agreed_at = 0  # epoch of the last round of state averaging whose result we hold
+        self.remarks: dict[str, str] = {}  # for the next report
         self.kept_until = -1  # last epoch that we had in common with the state we took
         super().__init__(**kwargs)
         self.describe()
@@ -273,7 +282,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
-        self.local_epoch = self._state_epoch = metadata["epoch"]
+        self.local_epoch = self._state_epoch = self._agreed_at = metadata["epoch"]
         self._update_scheduler()
         self.describe()
 
@@ -299,7 +308,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
                 self.await_statistics()
             with self.lock_optimizer:
                 if optimizer_step:
-                    with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
+                    with self.lock_averaged_tensors if self.reuse_tensors else nullcontext(), self._measured_step():
                         self.optimizer.step()
                         self._state_epoch = self._held_epoch.value = self.local_epoch
                         self._lineage = advance(self._lineage, self.round_name)
@@ -325,15 +334,56 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             if averaging_round:
                 self.finished_averaging_round.set()
 
+    @contextmanager
+    def _measured_step(self) -> Iterator[None]:
+        own = self.state_tensors()[: self.num_parameters]
+        is_measured = self._own_steps is not None and not self._has_bound
+        before = [tensor.clone() for tensor in own] if is_measured else []
+        yield
+        if is_measured:
+            self._own_steps.moved(before, own)
+
+    @property
+    def _has_bound(self) -> bool:
+        return self.trust is not None and self.trust.step_bound is not None
+
+    def _bound_round(self) -> None:
+        """Tell the averager's process how far a round may carry us."""
+        own = self.state_tensors()[: self.num_parameters]
+        epochs = max(ASTRAY, min(REMEMBERED, self._state_epoch - self._agreed_at))
+        if self._has_bound:
+            bounds = self._bounds(Ground(self._state_epoch, own, is_veteran=True), self._state_epoch, epochs)
+        else:
+            bounds = (self._own_steps or OwnSteps()).bounds(own, epochs)
+        self._outer_pipe.send(("_take_bounds", [list(map(float, bounds))], {}))
+
+    async def _take_bounds(self, bounds: list[float]) -> None:
+        self._bounds_of_round = bounds
+
+    def reason_to_keep_own(self, tensors: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> str | None:
+        return reason_to_keep_own(tensors, averages, self._bounds_of_round)
+
+    def take_remarks(self) -> dict[str, str]:
+        """What there is to be told of the rounds since this was asked last, by whom or what it is about."""
+        taken, self.remarks = self.remarks, {}
+        return taken
+
     def _average_parameters(self, timeout: float | None) -> None:
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
         try:
+            self._bound_round()
             control = DecentralizedAverager.step(
                 self, gather=self.to_tell(self.told), timeout=timeout, require_trigger=True, wait=False
             )
             control.allow_allreduce()
             outcome = control.result(timeout=timeout)
+            self.remarks |= outcome.remarks
+            if outcome.kept_own is not None:
+                self.remarks["state averaging"] = f"we keep our own parameters: {outcome.kept_own}"
+                logger.warning(f"The average of a round is not taken: {outcome.kept_own}")
+                return
+            self._agreed_at = self._state_epoch
             if not outcome.in_agreement:
                 self._lineage = advance(BEGINNING, outcome.name)
                 self.describe()

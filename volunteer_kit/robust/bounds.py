@@ -1,0 +1,49 @@
+"""What one sender's part may weigh in an average by its size: the first line, before any rule.
+
+A part a million times as long as the others' decides every mean, and what it leaves in an optimizer's second moments
+stays for hundreds of steps. Honest parts of one round differ by their batches: the norm of a mean gradient over n
+samples falls as 1 / sqrt(n) while noise rules it, so a factor of ten for a hundred times the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+NORM_BOUND = 100.0  # times the median
+FEWEST = 3  # senders that gave something; of two nobody can say which one is too long
+
+
+def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The smallest of `values` that, with all smaller ones, has half of the weight. Raises ValueError without any."""
+    pairs = sorted(zip(values, weights, strict=True))
+    half, below = sum(weights) / 2, 0.0
+    for value, weight in pairs:
+        below += weight
+        if below >= half:
+            return value
+    raise ValueError("no values")
+
+
+def bound_norms(
+    parts: Sequence[torch.Tensor], weights: Sequence[float], bound: float = NORM_BOUND
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Scale parts down whose L2 norm is more than `bound` times the weighted median of all that are not zero.
+
+    Who gave zeros has nothing to say: where one sender alone met a word, its row of the embedding is not too long. With
+    fewer than three that gave something, nothing is bounded.
+
+    :param weights: samples; who has none is neither counted nor in the average
+    :returns: the parts, in their order, and the places of those that were scaled
+    """
+    norms = [torch.linalg.vector_norm(part.float(), dtype=torch.float64).item() for part in parts]
+    given = [(norm, weight) for norm, weight in zip(norms, weights, strict=True) if norm > 0 and weight > 0]
+    if len(given) < FEWEST:
+        return list(parts), []
+    limit = bound * weighted_median(*zip(*given, strict=True))
+    too_long = [place for place, norm in enumerate(norms) if norm > limit]
+    bounded = list(parts)
+    for place in too_long:
+        bounded[place] = parts[place].to(torch.float32) * (limit / norms[place])
+    return bounded, too_long
