@@ -260,3 +260,23 @@ def test_garbage_from_a_leader_fails_the_round_and_nothing_else(averager, only_f
     group = group_of({peer.peer_id: say(5), **members})
     with pytest.raises(MatchmakingException):
         asyncio.run(averager._aggregate_with_group(group, min_vector_size=0))
+
+
+def test_a_member_that_hangs_up_while_the_round_is_prepared_does_not_end_it(averager, monkeypatch):
+    """hivemind awaits the group's future bare: the member's going would cancel it for all."""
+
+    async def story() -> bool:
+        group = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(averager, "_running_groups", {b"group": group})
+
+        async def one_part():
+            yield averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=b"group")
+
+        answers = averager.rpc_aggregate_part(one_part(), P2PContext("handle", A, B))
+        member = asyncio.create_task(first_message(answers))
+        await asyncio.sleep(0.05)  # it waits for the round
+        member.cancel()
+        await asyncio.wait({member})
+        return group.cancelled()
+
+    assert asyncio.run(story()) is False
