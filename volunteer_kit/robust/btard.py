@@ -99,6 +99,10 @@ class Verifier:
         """With the next commitment."""
         self._news.append(news)
 
+    def accusations(self, round_id: bytes) -> list[Accusation]:
+        """Ours, of a round, that are still to be told."""
+        return [news for news in self._news if isinstance(news, Accusation) and news.round_id == round_id]
+
     def take_news(self) -> tuple[News, ...]:
         taken, self._news = self._news[:MAX_NEWS], self._news[MAX_NEWS:]
         return tuple(taken)

@@ -14,6 +14,7 @@ import numpy as np
 from volunteer_kit.robust.centered_clip import factor, radius_of
 
 NORM, DISTANCE, SUMS = 0, 1, 2  # columns of a statement's numbers; from SUMS on, the sketch
+UNKNOWN = 1e30  # distance from an answer that did not come
 SAME = 1e-3  # relative: two processors' sums of the same float32 values differ by less
 
 
@@ -37,6 +38,8 @@ def residual(numbers: np.ndarray, weights: Sequence[float], answer: np.ndarray, 
 
 def differs(said: np.ndarray, true: np.ndarray) -> bool:
     """Is what a sender says of one of its parts, (2 + sums,), not true of the bytes?"""
-    said, true = np.asarray(said, np.float64), np.asarray(true, np.float64)
+    said, true = np.array(said, np.float64), np.asarray(true, np.float64)
+    if said[DISTANCE] >= UNKNOWN:
+        said[DISTANCE] = true[DISTANCE]
     slack = SAME * (true[NORM] + true[DISTANCE]) + 1e-30
     return not bool(np.all(np.abs(said - true) <= slack))  # NaN is a difference

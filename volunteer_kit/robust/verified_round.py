@@ -19,7 +19,7 @@ from volunteer_kit.robust.draw import (
     joint_seed,
 )
 from volunteer_kit.robust.messages import Accusation, Commit, Duty, Report, Reveal, Samples, Statement, Vote
-from volunteer_kit.robust.reducing import NORM, SUMS, differs, residual
+from volunteer_kit.robust.reducing import DISTANCE, NORM, SUMS, UNKNOWN, differs, residual
 from volunteer_kit.robust.sketch import mismatch
 from volunteer_kit.robust.standing import Peer
 
@@ -214,6 +214,11 @@ class VerifiedRound:
             if not counted or any(place not in self.statements for place in counted):
                 continue
             numbers = np.stack([self.statements[place].numbers[position] for place in counted])
+            deaf = [place for place, row in zip(counted, numbers, strict=True) if row[DISTANCE] >= UNKNOWN]
+            for place in deaf:  # else who is in league with a reducer could keep its answers from being checked
+                self._verifier.suspend(self.group[place], self.epoch, "it did not get the averages that others got")
+            if deaf:
+                continue
             weights = [self.commits[place].weight for place in counted]
             if sum(weights) <= 0:
                 continue

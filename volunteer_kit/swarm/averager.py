@@ -73,6 +73,7 @@ class Round:
     failed_reducers: tuple[str, ...] = ()
     weights: dict[PeerID, float] = field(default_factory=dict)  # senders that entered our slice; none in client mode
     in_agreement: bool = False
+    verdicts: Any = None  # of a verified round: verified_exchange.Verdicts
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -378,12 +379,15 @@ class SwarmAverager(DecentralizedAverager):
             gathered[peer_id] = told
         return tuple(modes), bandwidths, gathered
 
+    def _make_runner(self, **kwargs) -> SwarmAllReduce:
+        return SwarmAllReduce(**kwargs)
+
     async def _run_allreduce_inplace_(
         self, tensors, group_info: GroupInfo, group_id: bytes | None = None, *, outcome: Round, **kwargs
     ) -> None:
         """Average with the group. The tensors change together at the end, or not at all."""
         group_id = group_info.group_id if group_id is None else group_id
-        runner = SwarmAllReduce(
+        runner = self._make_runner(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,

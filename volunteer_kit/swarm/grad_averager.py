@@ -9,10 +9,11 @@ import torch
 from hivemind.averaging.control import StepControl
 from hivemind.optim.grad_averager import GradientAverager
 
-from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.robust.messages import Samples
+from volunteer_kit.swarm.verified_averager import VerifiedAverager
 
 
-class SwarmGradientAverager(SwarmAverager, GradientAverager):
+class SwarmGradientAverager(VerifiedAverager, GradientAverager):
     """Accumulates this peer's gradients and averages them with others', weighted by samples, or by what the loss is a
     mean over.
 
@@ -24,6 +25,8 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
 
     microbatches_lost: int = 0  # not finite, left out
     names: tuple = ()  # of the samples accumulated
+    stale: int = 0  # of them, the first so many were computed on the model before the last step
+    model_is_stale: bool = False  # that step is still on its way; the optimizer sets it
     told: Any = None  # what the group is told of our state; the optimizer sets it
     # when a reducer dies, everybody loses its slice: with zeros there all still take the same step, with their own
     # gradients each would go its own way
@@ -67,15 +70,18 @@ class SwarmGradientAverager(SwarmAverager, GradientAverager):
         self.local_samples_accumulated += batch_size
         self.local_times_accumulated += 1
         self.names += tuple(names)
+        self.stale += len(names) if self.model_is_stale else 0
         return True
 
     def reset_accumulated_grads_(self) -> None:
         super().reset_accumulated_grads_()
-        self.names, self.local_weight_accumulated = (), 0.0
+        self.names, self.stale, self.local_weight_accumulated = (), 0, 0.0
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
         """Mean gradient over the samples accumulated -> the buffers that are averaged."""
+        if self.verification is not None:
+            self.contribute(Samples(self.names, self.stale, max(1, self.local_times_accumulated)))
         with self.get_tensors() as averaged_grads:
             for accumulator, averaged in zip(self._grad_accumulators(), averaged_grads, strict=True):
                 averaged.copy_(accumulator)

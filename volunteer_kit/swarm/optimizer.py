@@ -15,7 +15,6 @@ from volunteer_kit.swarm.allreduce import Reduce
 from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
 from volunteer_kit.swarm.believed_speed import Speeds
-from volunteer_kit.swarm.following import FollowingOptimizer
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
@@ -26,12 +25,14 @@ from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.told_group import LED_APART
 from volunteer_kit.swarm.traffic import Traffic
 from volunteer_kit.swarm.uncertain import UncertainSteps
+from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
+ON_PROBATION = "they are computed again by others first, and are credited when they were found right"
 ALONE_AFTER_ALL = 90.0  # s without anybody until a peer that has met others takes itself for the swarm
 
 
-class SwarmOptimizer(FollowingOptimizer):
+class SwarmOptimizer(VerifyingOptimizer):
     """hivemind.Optimizer with checked, equal averaging and exact state transfer.
 
     :param peer: a running Peer
@@ -69,6 +70,7 @@ class SwarmOptimizer(FollowingOptimizer):
         self._last_began: float | None = None  # time.monotonic() of our last round
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
         self._begun: list[Any] = []  # parts with threads and processes of their own
+        self._begin_verifying()
         try:
             super().__init__(
                 dht=peer.dht,
@@ -134,6 +136,7 @@ class SwarmOptimizer(FollowingOptimizer):
     def _make_gradient_averager(self, factory, **kwargs) -> SwarmGradientAverager:
         # a fast peer may pass the target while others are at their last microbatch, hence more than one target
         options = self._averager_options(max_weight=2.0 * self.target_batch_size)
+        options |= {"verification": self.options.verification, "clips": self.options.clips}
 
         def make(**hivemind_kwargs) -> SwarmGradientAverager:
             self._begun.append(SwarmGradientAverager(**{**hivemind_kwargs, **options, "allow_state_sharing": False}))
@@ -192,6 +195,9 @@ class SwarmOptimizer(FollowingOptimizer):
         if self.state_averager.why_incomplete and self._replace_lost_statistics():
             return True
         super().step(batch_size=batch_size)
+        if self.verifies:
+            self._note_model()
+            self._work_off_duties()
         return self._taken
 
     def attend(self) -> None:
@@ -305,6 +311,9 @@ class SwarmOptimizer(FollowingOptimizer):
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
+                self._take_verdicts(outcome)
+                if outcome.verdicts is not None and not outcome.verdicts.trusted:
+                    failure = failure or ON_PROBATION
         self.state_averager.round_name = outcome.name
         if outcome.group and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))

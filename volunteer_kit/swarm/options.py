@@ -8,6 +8,8 @@ from typing import Any
 
 from hivemind.compression import CompressionBase, NoCompression
 
+from volunteer_kit.robust.standing import Settings
+
 NEVER = 2**31  # epochs between rounds of state averaging
 
 
@@ -29,6 +31,8 @@ class SwarmOptions:
     :param max_samples_per_second: more than this, claimed by one peer, is not believed
     :param max_mbps: Mbit/s that this peer may send, and as much that it may receive; None: as much as the line has. Its
         own choice: set it when the line is needed for something else
+    :param verification: contributions are looked at, and who cheats is banned; None: not. The rule must be
+        CenteredClip, or (`clips` False) the mean
     :param verbose: say in the log when epochs and rounds begin
     :param min_epoch_seconds: s; a peer that claims epochs faster than this is not believed. Lower it for models so
         small that their epochs are shorter
@@ -51,6 +55,8 @@ class SwarmOptions:
     state_codec: CompressionBase = field(default_factory=NoCompression)
     max_samples_per_second: float = 10_000.0
     max_mbps: float | None = None
+    verification: Settings | None = None
+    clips: bool = True
     verbose: bool = False
     min_epoch_seconds: float = 0.2
     alone_after: float | None = None

@@ -115,6 +115,11 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         return _words(TOLD.unpack(self._told.raw))
 
     @property
+    def lineage(self) -> bytes:
+        """Of the steps that this state came of."""
+        return self._lineage
+
+    @property
     def obeyed(self) -> int:
         """Sequence of the last order to roll back that is in this state; 0: there was none."""
         return self._order

@@ -1,0 +1,176 @@
+"""One peer of a verified swarm, a process of its own: a small model on named samples over the real SwarmOptimizer.
+
+argv[1]: JSON settings; stdin and stdout as tests/swarm_peer.py. A sample is its name: (peer, number).
+"""
+
+import json
+import random
+import sys
+import threading
+
+import torch
+
+from tests.swarm_peer import say
+from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.robust.rules import rule
+from volunteer_kit.robust.standing import Settings
+from volunteer_kit.swarm.codec import make_codec
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
+from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.state import digest
+from volunteer_kit.worker import own_stdin
+
+DIM_IN, DIM_OUT, BATCH = 32, 24, 16
+TRUTH = torch.randn(DIM_IN, DIM_OUT, generator=torch.Generator().manual_seed(5))
+
+
+def sample(name) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(hash(tuple(name)) % 2**31)  # of integers: the same in all processes
+    x = torch.randn(DIM_IN, generator=generator)
+    return x, x @ TRUTH + 0.5 * torch.randn(DIM_OUT, generator=generator)
+
+
+def gradients_of(model, names) -> None:
+    """Mean over the samples -> .grad"""
+    x, y = (torch.stack(column) for column in zip(*map(sample, names), strict=True))
+    model.zero_grad()
+    (model(x) - y).pow(2).mean().backward()
+
+
+def recompute_on(model):
+    other = torch.nn.Sequential(*(type(m)(m.in_features, m.out_features) if hasattr(m, "in_features") else type(m)()
+                                  for m in model))  # fmt: skip
+
+    def recompute(names, parameters):
+        with torch.no_grad():
+            for own, theirs in zip(other.parameters(), parameters, strict=True):
+                own.copy_(theirs)
+        for first in range(0, len(names), 32):
+            some = names[first : first + 32]
+            gradients_of(other, some)
+            yield [p.grad * len(some) for p in other.parameters()]
+
+    return recompute
+
+
+def attack_as(kind: str | None) -> None:
+    honest = SwarmGradientAverager.load_accumulators_into_averager_
+
+    def flipped(self) -> None:
+        honest(self)
+        with self.get_tensors() as tensors:
+            for tensor in tensors:
+                tensor.neg_()
+
+    if kind == "flip":
+        SwarmGradientAverager.load_accumulators_into_averager_ = torch.no_grad()(flipped)
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    orders = {"finish": None, "leave": threading.Event()}
+    stdin = own_stdin()
+
+    def read_orders() -> None:
+        for line in stdin:
+            word, *rest = line.split()
+            if word == b"finish":
+                orders["finish"] = int(rest[0])
+            else:
+                break
+        orders["leave"].set()
+
+    peer = start_peer(
+        PeerConfig(
+            initial_peers=settings.get("initial_peers", []),
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            client_mode=settings.get("client_mode", False),
+        )
+    )
+    threading.Thread(target=read_orders, daemon=True).start()
+    say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
+    attack_as(settings.get("attack"))
+    name = settings.get("rule", "centered_clip")
+    honest = rule(name)
+    cheats = settings.get("attack") == "reducer"
+    verification = Settings(**settings["verification"]) if "verification" in settings else None
+    optimizer = SwarmOptimizer(
+        peer=peer,
+        options=SwarmOptions(
+            run_key="test",
+            target_batch_size=settings.get("target_batch_size", 256),
+            matchmaking_time=2.0,
+            averaging_timeout=40.0,
+            allreduce_timeout=20.0,
+            next_chunk_timeout=6.0,
+            load_state_timeout=20.0,
+            delay_optimizer_step=settings.get("delay_optimizer_step", False),
+            delay_grad_averaging=settings.get("delay_grad_averaging", False),
+            grad_codec=make_codec("float16", "uniform8", 512),
+            state_codec=make_codec("float16", "uniform8", 512),
+            refresh_period=0.3,
+            metadata_expiration=20.0,
+            verification=verification,
+            clips=name == "centered_clip",
+        ),
+        params=list(model.parameters()),
+        optimizer=lambda params: Lamb(params, lr=2e-2),
+        reduce=(lambda parts, weights: -honest(parts, weights)) if cheats else honest,
+    )
+    optimizer.recompute = recompute_on(model)
+
+    def tell(verdicts) -> None:
+        events = [[event.kind, str(event.peer), event.epoch, event.text] for event in verdicts.events]
+        say("verdicts", epoch=optimizer.local_epoch, trusted=verdicts.trusted, events=events, void=verdicts.void,
+            measured=verdicts.measured, bans=[str(peer) for peer, _ in verdicts.bans],
+            duties=[duty.kind for duty in verdicts.duties], sent_bytes=verdicts.sent_bytes,
+            credits={str(peer): samples for peer, samples in verdicts.credits.items()})  # fmt: skip
+
+    optimizer.on_verdicts = tell
+    say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch)
+    train(model, optimizer, settings, orders)
+    state = optimizer.settle(patience=30.0)
+    say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))
+    orders["leave"].wait()
+    optimizer.shutdown()
+    peer.shutdown()
+    say("left")
+
+
+def train(model, optimizer, settings, orders) -> None:
+    pause, own, made = threading.Event(), settings.get("seed", 0), 0
+    probe = [sample((1000, number)) for number in range(256)]
+    x, y = (torch.stack(column) for column in zip(*probe, strict=True))
+    breaks = random.Random(own)
+
+    def done() -> bool:
+        last = orders["finish"]
+        reached = max(optimizer.local_epoch, optimizer.tracker.global_epoch)
+        return orders["leave"].is_set() or (last is not None and last <= reached)
+
+    while not done():
+        names = [(own, number) for number in range(made, made + BATCH)]
+        made += BATCH
+        gradients_of(model, names)
+        if settings.get("attack") == "bits" and breaks.random() < 1 / settings.get("one_in", 50):
+            next(model.parameters()).grad.view(-1)[:64] *= -(2.0**8)  # the exponent's upper bits
+            say("broke", epoch=optimizer.local_epoch)
+        pause.wait(settings.get("pause", 0.1))  # a device's speed, not a wait for something
+        optimizer.step(BATCH, names=names)
+        while optimizer.reports:
+            report = optimizer.reports.popleft()
+            with torch.no_grad():
+                loss = (model(x) - y).pow(2).mean().item()
+            say("epoch", epoch=report.epoch, samples=report.counted, group_size=report.group_size,
+                received=report.received, refused=report.refused, failure=report.failure, apart=report.apart,
+                loss=loss, seconds=report.seconds)  # fmt: skip
+    while not orders["leave"].is_set() and optimizer.local_epoch < orders["finish"]:
+        optimizer.load_state_from_peers()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Messages of verified rounds as bytes, and back: signed, typed, bounded; whatever does not fit is no message.
+
+An envelope is [body, signature] or, where the reader cannot know the key yet, [body, signature, key]; the body is
+[round id, stage, message]. The signature is of the member's libp2p key, so that a member in client mode can take all
+messages from one that it can call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+from cryptography.exceptions import UnsupportedAlgorithm
+from hivemind.p2p import PeerID
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+
+from volunteer_kit.auth.access_token import peer_id_of_key
+from volunteer_kit.robust.messages import Accusation, Commit, News, Report, Reveal, Samples, Statement, Vote
+from volunteer_kit.robust.reducing import SUMS
+from volunteer_kit.robust.standing import CAUSES
+
+COMMIT, REVEAL, STATEMENT = STAGES = range(3)
+MAX_ENVELOPE = 2**21  # bytes; a statement of 125.9 M parameters has about 20 KB, a list of 4,096 samples 60 KB
+PART_DIGEST = 8  # bytes
+MAX_PARTS = 2**16
+MAX_NAME = 256  # bytes
+MAX_MEMBERS = 1024
+MAX_ROUND_ID = 256  # bytes
+
+
+def part_digest(buffer: bytes) -> bytes:
+    """Of a part as it is sent. Who shows it later is the one who received it, so a sender gains nothing by two parts of
+    one digest."""
+    return hashlib.blake2b(buffer, digest_size=PART_DIGEST, person=b"part").digest()
+
+
+# --- messages ---
+
+
+def pack(message: Commit | Reveal | Statement) -> list:
+    """What goes into a body."""
+    if isinstance(message, Commit):
+        distrusts = None if message.distrusts is None else sorted(message.distrusts)
+        news = [_pack_news(one) for one in message.news]
+        digests = [message.samples, message.parts, message.nonce]
+        return [float(message.weight), *digests, distrusts, sorted(message.bans), news]
+    if isinstance(message, Reveal):
+        return [message.nonce, list(message.answers), list(message.counted)]
+    opening = None if message.opening is None else pack_samples(message.opening)
+    numbers = np.asarray(message.numbers, "<f4")
+    return [message.seed, list(numbers.shape), numbers.tobytes(), sorted(message.heard), opening]
+
+
+def unpack(stage: int, words: Any) -> Commit | Reveal | Statement:
+    """A stranger's. Raises ValueError for what is no message of this stage."""
+    try:
+        return (_commit, _reveal, _statement)[stage](*words)
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError, AttributeError) as error:
+        raise ValueError(f"no message of stage {stage}: {error}"[:200]) from None
+
+
+def _commit(weight, samples, parts, nonce, distrusts, bans, news) -> Commit:
+    weight = _number(weight)
+    if not 0 <= weight < 2**40 or len(_bytes(parts, PART_DIGEST * MAX_PARTS)) % PART_DIGEST:
+        raise ValueError("weight or parts")
+    distrusts = None if distrusts is None else _places(distrusts)
+    known = tuple(_unpack_news(one) for one in _list(news, 1024))
+    return Commit(weight, _bytes(samples, 16), parts, _bytes(nonce, 16), distrusts, _places(bans), known)
+
+
+def _reveal(nonce, answers, counted) -> Reveal:
+    answers = tuple(_bytes(answer, 16) for answer in _list(answers, MAX_MEMBERS))
+    return Reveal(_bytes(nonce, 16), answers, tuple(_count(n) for n in _list(counted, MAX_MEMBERS)))
+
+
+def _statement(seed, shape, numbers, heard, opening) -> Statement:
+    parts, columns = (_count(n) for n in _list(shape, 2))
+    if parts > MAX_PARTS or not SUMS <= columns <= 64 or len(_bytes(numbers, MAX_ENVELOPE)) != 4 * parts * columns:
+        raise ValueError("numbers of another shape")
+    table = np.frombuffer(numbers, "<f4").reshape(parts, columns)
+    return Statement(_bytes(seed, 32), table, _places(heard), None if opening is None else unpack_samples(opening))
+
+
+def pack_samples(samples: Samples) -> list:
+    names = [list(name) if isinstance(name, tuple) else name for name in samples.names]
+    return [names, samples.stale, samples.microbatches]
+
+
+def unpack_samples(words: Any) -> Samples:
+    names, stale, microbatches = words
+    return Samples(tuple(_name(name) for name in _list(names, 2**20)), _count(stale), _count(microbatches))
+
+
+def _pack_news(news: News) -> list:
+    if isinstance(news, Report):
+        return ["report", news.round_id, news.target, news.part, np.asarray(news.total, "<f8").tobytes()]
+    if isinstance(news, Accusation):
+        return ["accusation", news.round_id, news.sender, news.part]
+    words = [news.accused, news.cause, news.guilty, float(news.measure), sorted(news.liars), news.accuser]
+    return ["vote", news.round_id, *words]
+
+
+def _unpack_news(words: Any) -> News:
+    kind, round_id, *rest = _list(words, 8)
+    round_id = _bytes(round_id, MAX_ROUND_ID)
+    if kind == "report":
+        target, part, total = rest
+        sums = np.frombuffer(_bytes(total, 8 * 64), "<f8")
+        return Report(round_id, _count(target), _count(part), sums)
+    if kind == "accusation":
+        sender, part = rest
+        return Accusation(round_id, _count(sender), _count(part))
+    if kind != "vote":
+        raise ValueError("no news")
+    accused, cause, guilty, measure, liars, accuser = rest
+    if cause not in CAUSES or type(guilty) is not bool or type(accuser) is not int:
+        raise ValueError("no vote")
+    return Vote(round_id, _count(accused), cause, guilty, _number(measure, finite=False), _places(liars), accuser)
+
+
+def _bytes(value: Any, longest: int) -> bytes:
+    if not isinstance(value, bytes) or len(value) > longest:
+        raise ValueError("no bytes, or too many")
+    return value
+
+
+def _list(value: Any, longest: int) -> Sequence:
+    if not isinstance(value, list) or len(value) > longest:
+        raise ValueError("no list, or too long")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError("no count")
+    return value
+
+
+def _number(value: Any, finite: bool = True) -> float:
+    if type(value) is not float or (finite and not np.isfinite(value)):
+        raise ValueError("no number")
+    return value
+
+
+def _places(value: Any) -> frozenset[int]:
+    return frozenset(_count(place) for place in _list(value, MAX_MEMBERS))
+
+
+def _name(value: Any) -> Any:
+    """Of a sample: an integer, a text, or a short list of them."""
+    if type(value) is int or (isinstance(value, str) and len(value) <= MAX_NAME):
+        return value
+    return tuple(_name(part) for part in _list(value, 8))
+
+
+# --- envelopes ---
+
+
+def seal(key: RSAPrivateKey, round_id: bytes, stage: int, message: Commit | Reveal | Statement) -> bytes:
+    """Signed. A commitment brings its author's key along."""
+    body = msgpack.packb([round_id, stage, pack(message)], use_bin_type=True)
+    envelope = [body, key.sign(body)]
+    if stage == COMMIT:
+        envelope.append(key.get_public_key().to_bytes())
+    return msgpack.packb(envelope, use_bin_type=True)
+
+
+class Seals:
+    """Opens envelopes of one round, and keeps the keys that came with its commitments."""
+
+    def __init__(self, round_id: bytes):
+        self._round_id = round_id
+        self._keys: dict[PeerID, RSAPublicKey] = {}
+
+    def open(self, envelope: bytes, stage: int, author: PeerID | None = None) -> tuple[PeerID, Any]:
+        """:param author: whose it must be; None: whoever has signed it (a commitment)
+        :returns: (author, message). Raises ValueError for anything that its author has not signed for this stage"""
+        if len(envelope) > MAX_ENVELOPE:
+            raise ValueError("an envelope too large")
+        try:
+            body, signature, *key = msgpack.unpackb(envelope, raw=False, strict_map_key=True)
+            round_id, said_stage, words = msgpack.unpackb(body, raw=False, strict_map_key=True)
+        except Exception as error:  # msgpack has a dozen of them
+            raise ValueError(f"no envelope: {error!r}"[:200]) from None
+        if round_id != self._round_id or said_stage != stage:
+            raise ValueError("an envelope of another round or stage")
+        if key and stage == COMMIT:
+            author = self._learn(key[0], author)
+        if author not in self._keys or not isinstance(signature, bytes):
+            raise ValueError("an envelope of somebody whose key nobody has shown")
+        if not self._keys[author].verify(body, signature):
+            raise ValueError("a forged envelope")
+        return author, unpack(stage, words)
+
+    def _learn(self, key: Any, author: PeerID | None) -> PeerID:
+        try:
+            owner = PeerID(peer_id_of_key(key))
+            public = RSAPublicKey.from_bytes(key)
+        except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
+            raise ValueError("no key") from None
+        if author is not None and owner != author:
+            raise ValueError("another member's key")
+        self._keys.setdefault(owner, public)
+        return owner
