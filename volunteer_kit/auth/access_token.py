@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import msgpack
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -28,7 +28,8 @@ from volunteer_kit.auth.keys import (
 
 __all__ = [
     "AccessToken", "BanList", "BansStatement", "KeyFolder", "KeysError", "Role", "Signer", "TokenError", "Trust",
-    "account_digest", "issue_token", "key_hash", "peer_id_of_key", "read_bans_statement", "read_token", "sign_bans",
+    "account_digest", "issue_token", "key_hash", "peer_id_of_key", "read_bans_statement", "read_pardons", "read_token",
+    "sign_bans", "sign_pardons",
 ]  # fmt: skip
 
 MAX_LIFETIME = 900.0  # s; of a token
@@ -37,6 +38,7 @@ ROLES = ("volunteer", "monitor", "host")  # of a peer: trains; watches and judge
 MAX_NAME = 100  # characters; the Hub's names have 42 at most
 PEER_ID_BYTES = 34
 MAX_BANS = 65_536
+MAX_PARDONS = 1000  # the newest; a pardon is of use for as long as what it sets aside would count
 
 
 @dataclass(frozen=True)
@@ -131,18 +133,23 @@ def account_digest(run_id: str, username: str) -> bytes:
 
 @dataclass(frozen=True)
 class BanList:
-    """All accounts that are banned, by digest; `version` grows with each change."""
+    """All accounts that are banned, by digest; `version` grows with each change.
+
+    :ivar pardons: account -> s since 1970 at which a moderator has let it in again: what the swarm has found against it
+        until then is set aside. With a signature of their own, so that kits which do not know of them read the list
+    """
 
     version: int = 0
     accounts: frozenset[bytes] = frozenset()
+    pardons: Mapping[bytes, float] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, version: int, accounts: Iterable[bytes]) -> BanList:
+    def of(cls, version: int, accounts: Iterable[bytes], pardons: Mapping[bytes, float] | None = None) -> BanList:
         """From a stranger. Raises ValueError."""
         found = frozenset(accounts)
         if len(found) > MAX_BANS or any(not isinstance(one, bytes) or len(one) != 16 for one in found):
             raise ValueError("no list of accounts")
-        return cls(version, found)
+        return cls(version, found, pardons or {})
 
     @property
     def root(self) -> bytes:
@@ -180,3 +187,23 @@ def read_bans_statement(envelope: bytes, trust: Trust, now: float, skew: float =
     if not statement.expires_at >= now - skew:
         raise TokenError("expired", "it has expired")
     return statement
+
+
+def sign_pardons(signer: Signer, bans: BanList) -> bytes:
+    """An envelope with the list's version and its MAX_PARDONS newest pardons in it, 45 KB at most."""
+    newest = sorted(bans.pardons.items(), key=lambda pardon: -pardon[1])[:MAX_PARDONS]
+    return signer.sign("pardons", msgpack.packb([bans.version, [[account, float(at)] for account, at in newest]]))
+
+
+def read_pardons(envelope: bytes, trust: Trust, version: int, now: float) -> dict[bytes, float]:
+    """Of the list of this version. Raises TokenError (malformed, forged, other_run)."""
+    said, pardons = unpack(trust.open(envelope, "pardons", "authority", now - SKEW), (int, list))
+    if said != version or len(pardons) > MAX_PARDONS or not all(_is_pardon(one) for one in pardons):
+        raise TokenError("malformed", "it has other parts than it should")
+    return dict(pardons)
+
+
+def _is_pardon(words: object) -> bool:
+    if not isinstance(words, list) or [type(word) for word in words] != [bytes, float]:
+        return False
+    return len(words[0]) == 16 and math.isfinite(words[1])

@@ -28,6 +28,7 @@ from volunteer_kit.auth.access_token import (
     Trust,
     peer_id_of_key,
     read_bans_statement,
+    read_pardons,
     read_token,
 )
 from volunteer_kit.auth.authority_client import AuthorityClient, AuthorityRefused
@@ -194,12 +195,19 @@ class Authorizer:
         try:
             envelope = base64.b64decode(answer["statement"], validate=True)
             statement = read_bans_statement(envelope, self._trust, self._clock())
-            bans = BanList.of(statement.version, (bytes.fromhex(account) for account in answer["accounts"]))
+            pardons = self._pardons(answer, statement.version)
+            bans = BanList.of(statement.version, (bytes.fromhex(account) for account in answer["accounts"]), pardons)
         except (KeyError, TypeError, binascii.Error, ValueError) as error:
             raise _unbelievable(str(error) if isinstance(error, TokenError) else "it cannot be read") from None
         if not bans.matches(statement):
             raise _unbelievable("the list is another than the signed one")
         return bans, envelope
+
+    def _pardons(self, answer: dict[str, Any], version: int) -> dict[bytes, float]:
+        """Raises what bans() looks for. An older authority names none."""
+        if answer.get("pardons") is None:
+            return {}
+        return read_pardons(base64.b64decode(answer["pardons"], validate=True), self._trust, version, self._clock())
 
 
 def _unbelievable(reason: str) -> AuthorityRefused:

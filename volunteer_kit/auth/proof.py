@@ -23,6 +23,11 @@ def refresh_claim(run_id: str, moment: int) -> bytes:
     return f"volunteer-kit refresh\n{run_id}\n{moment}".encode()
 
 
+def convict_claim(run_id: str, moment: int, evidence: str) -> bytes:
+    """What was found is in it: a proof that is overheard brings no other evidence."""
+    return f"volunteer-kit convict\n{run_id}\n{moment}\n{hashlib.sha256(evidence.encode()).hexdigest()}".encode()
+
+
 def prove(key: rsa.RSAPrivateKey, claim: bytes) -> str:
     """base64"""
     return base64.b64encode(key.sign(claim, _PSS, hashes.SHA256())).decode()

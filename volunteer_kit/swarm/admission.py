@@ -3,7 +3,8 @@
 hivemind's authorizer guards DHT calls only; join-group, aggregate-part and download-state answer anybody who knows a
 peer id. libp2p does authenticate the other side's peer id, and an access token of the run's authority binds that id to
 an account for some minutes. So whoever calls has shown its token first: with each DHT call, in what members of a group
-tell each other, or by a call of its own (rpc_introduce). Without an authority everybody is admitted.
+tell each other, or by a call of its own (rpc_introduce). Without an authority everybody is admitted, but those whom
+most of the others have convicted of cheating.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import ctypes
 import multiprocessing as mp
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from hivemind.p2p import P2PHandlerError, PeerID
 
 from volunteer_kit.auth.access_token import SKEW, BanList, TokenError, Trust, read_token
+from volunteer_kit.swarm.condemned import Condemned, key_of_peer
 from volunteer_kit.swarm.roster import MAX_TOKEN, Known, Roster
 
 CALLS = (
@@ -34,7 +36,9 @@ REASONS = {
     "other_run": "has shown another run's access token",
     "other_peer": "has shown another peer's access token",
     "banned": "is banned from this run",
+    "convicted": "was caught cheating by the others",
 }
+SHUT_OUT = ("banned", "convicted")
 KINDS = tuple(REASONS)
 MAX_SEEN = 4096  # tokens
 MAX_UNKNOWN = 4096  # peers; more than write into one record's key, or made-up ones would keep true ones out
@@ -55,6 +59,9 @@ class Admission:
     def __init__(self, trust: Trust | None = None, clock: Callable[[], float] = time.time):
         self.trust, self._clock = trust, clock
         self._roster = Roster() if trust else None
+        self._condemned = Condemned()
+        # account -> s since 1970: what was found against it until then is set aside. Of the process that keeps the bans
+        self.pardons: Mapping[bytes, float] = {}
         self._counts = mp.Array(ctypes.c_int64, len(CALLS) * len(KINDS))
         # of this process: good tokens, which come with each call again; to read one takes longer than the call
         self._seen: dict[bytes, tuple[bytes, Known]] = {}
@@ -82,14 +89,14 @@ class Admission:
     def show(self, envelope: bytes, peer_id: PeerID) -> str | None:
         """A peer shows its token. :returns: why it is not admitted by that, a key of REASONS, or None if it is."""
         if self.is_open:
-            return None
+            return self.reason_to_refuse(peer_id)
         if not envelope:
             return "no_token"
         if len(envelope) > MAX_TOKEN:
             return "malformed"
         seen = self._seen.get(envelope)
         if seen is not None and seen[0] == peer_id.to_bytes() and seen[1].expires_at >= self._clock() - SKEW:
-            return "banned" if seen[1].account in self._roster.bans.accounts else None
+            return self._why_shut_out(seen[1].account)
         try:
             token = read_token(envelope, self.trust, self._clock())
         except TokenError as error:
@@ -101,18 +108,23 @@ class Admission:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[envelope] = (token.peer_id, known)
-        return "banned" if token.account in self._roster.bans.accounts else None
+        return self._why_shut_out(token.account)
 
     def reason_to_refuse(self, peer_id: PeerID) -> str | None:
         """Why this peer may not take part, by what it has shown; a key of REASONS."""
         if self.is_open:
-            return None
+            condemned = self._condemned.keys
+            return "convicted" if condemned and key_of_peer(peer_id.to_bytes()) in condemned else None
         known = self._roster.get(peer_id.to_bytes())
         if known is None:
             return "no_token"
-        if known.account in self._roster.bans.accounts:
+        expired = "expired" if known.expires_at < self._clock() - SKEW else None
+        return self._why_shut_out(known.account) or expired
+
+    def _why_shut_out(self, account: bytes) -> str | None:
+        if account in self._roster.bans.accounts:
             return "banned"
-        return "expired" if known.expires_at < self._clock() - SKEW else None
+        return "convicted" if account in self._condemned.keys else None
 
     def is_admitted(self, peer_id: PeerID) -> bool:
         return self.reason_to_refuse(peer_id) is None
@@ -121,14 +133,16 @@ class Admission:
         """Has this peer ever shown a good token here, as far as we remember?"""
         return self.is_open or self._roster.get(peer_id.to_bytes()) is not None
 
-    def is_banned(self, peer_id: PeerID) -> bool:
-        return self.reason_to_refuse(peer_id) == "banned"
+    def why_shut_out(self, peer_id: PeerID) -> str | None:
+        """One of SHUT_OUT for a peer that must not even be called; None too for one that nobody knows."""
+        reason = self.reason_to_refuse(peer_id)
+        return reason if reason in SHUT_OUT else None
 
     def believes(self, peer_id: PeerID) -> bool:
         """Does what this peer has written count? Of one of whom we have seen no token, not before we have: see
         take_unknown."""
         reason = self.reason_to_refuse(peer_id)
-        if reason != "banned" and self.lacks_token(peer_id) and len(self._unknown) < MAX_UNKNOWN:
+        if reason not in SHUT_OUT and self.lacks_token(peer_id) and len(self._unknown) < MAX_UNKNOWN:
             self._unknown[peer_id] = None
         elif reason is not None:
             self.count("record", reason)
@@ -170,6 +184,24 @@ class Admission:
     def ban(self, bans: BanList) -> None:
         """The authority's list, checked against its signed statement. An older one changes nothing."""
         self._roster.bans = bans
+        if bans.version >= self._roster.bans.version:
+            self.pardons = bans.pardons
+
+    def condemn(self, peers: Iterable[PeerID]) -> None:
+        """Refuse these peers from now on, with all of their accounts, and nobody else whom most others had convicted;
+        in place of the authority's word until it comes, or where there is none."""
+        peers = list(peers)
+        if self.is_open:
+            keys = {key_of_peer(peer.to_bytes()) for peer in peers}
+        else:
+            keys = {account for peer in peers if (account := self.account_of(peer)) is not None}
+        if keys != self._condemned.keys:
+            self._condemned.keys = keys
+
+    def pardoned_at(self, peer_id: PeerID) -> float:
+        """When moderators have set aside what was found against this peer's account, s since 1970; 0: never."""
+        account = None if self.is_open else self.account_of(peer_id)
+        return self.pardons.get(account, 0.0) if account is not None else 0.0
 
     # --- the door ---
 

@@ -122,8 +122,8 @@ class AdmittedDHTProtocol(DHTProtocol):
         if owner is None:
             may_say_so = named is not None and storing in (None, named)
             return may_say_so and expiration <= get_dht_time() + UNSIGNED
-        if self.admission.is_banned(owner):
-            self.admission.count("record", "banned")
+        if (why := self.admission.why_shut_out(owner)) is not None:
+            self.admission.count("record", why)
             return False
         is_made_up = storing not in (None, owner) and not self.admission.knows(owner)
         if is_made_up and self._is_crowded(key):
@@ -176,8 +176,8 @@ class ShowingStub:
 
     async def _call(self, name: str, request: Any, timeout: float | None) -> Any:
         """Raises NotAdmitted: what a stranger answers is not looked at."""
-        if self._admission.is_banned(self._peer):
-            self._admission.refuse(self._peer, "outgoing", "banned")
+        if (why := self._admission.why_shut_out(self._peer)) is not None:
+            self._admission.refuse(self._peer, "outgoing", why)
         request.auth.client_access_token.signature = self._admission.own_token
         response = await getattr(self._stub, name)(request, timeout=timeout)
         shown = self._admission.show(response.auth.service_access_token.signature, self._peer)

@@ -290,10 +290,10 @@ class SwarmAverager(DecentralizedAverager):
     @classmethod
     def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None):
         stub, admission = super().get_stub(p2p, peer, namespace=namespace), SwarmAverager.doorkeeper
+        if (why := admission.why_shut_out(peer)) is not None:
+            admission.refuse(peer, "outgoing", why)
         if admission.is_open:
             return stub
-        if admission.is_banned(peer):
-            admission.refuse(peer, "outgoing", "banned")
         return IntroducedStub(stub, peer, admission, SwarmAverager.introductions)
 
     async def _token_may_come(self, peer_id: PeerID) -> None:
