@@ -32,7 +32,7 @@ from volunteer_kit.auth.access_token import (
     read_token,
 )
 from volunteer_kit.auth.authority_client import AuthorityClient, AuthorityRefused
-from volunteer_kit.auth.proof import join_claim, prove, public_text, refresh_claim
+from volunteer_kit.auth.proof import convict_claim, join_claim, prove, public_text, refresh_claim
 
 FIRST_PAUSE = 2.0  # s after a question that nobody answered; then twice as long each time
 LONGEST_PAUSE = 60.0  # s
@@ -181,6 +181,17 @@ class Authorizer:
             _log.warning("%s The access token in hand is good until it ends; asking on.", refused.first_line)
         # jitter: when an authority comes back, its volunteers must not all knock in the same second
         self._due = time.monotonic() + pause * random.uniform(0.7, 1.3)
+
+    def report_conviction(self, evidence: str, votes: int, token: bytes) -> str:
+        """A monitor's: that so many accounts convict somebody, by this JSON of auth.evidence.Evidence.
+
+        :param token: the monitor's access token
+        :returns: what was done, in words. Raises AuthorityRefused.
+        """
+        moment = int(self._clock())
+        body = self._body(convict_claim(self._run_id, moment, evidence), moment)
+        said = {"token": base64.b64encode(token).decode(), "evidence": evidence, "votes": votes}
+        return str(self._client.post("/v1/convict", {**body, **said}).get("done", ""))
 
     # --- who is shut out ---
 

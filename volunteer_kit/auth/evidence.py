@@ -101,7 +101,7 @@ def reason_of(evidence: Evidence, votes: int) -> str:
     count = [sum(place in one.findings for one in evidence.signatures) for place in range(len(evidence.findings))]
     enough = min(max(count), len(evidence.signatures) // 2 + 1)
     findings = [finding for finding, signed in zip(evidence.findings, count, strict=True) if signed >= enough]
-    what = "; ".join(CAUSES[cause] for cause in dict.fromkeys(finding.cause for finding in findings))
-    steps = [str(epoch) for epoch in sorted({finding.epoch for finding in findings})]
+    what = "; ".join(CAUSES[cause] for cause in list(dict.fromkeys(finding.cause for finding in findings))[:3])
+    steps = [str(epoch) for epoch in sorted({finding.epoch for finding in findings})[-5:]]
     times = f"steps {', '.join(steps[:-1])} and {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     return f"{votes} of the {evidence.others} other accounts found that {what} ({times})"

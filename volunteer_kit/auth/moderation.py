@@ -13,6 +13,7 @@ from typing import Literal
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")  # what the Hub allows, and a little more
 MAX_REASON = 300  # characters that a moderator gives; the volunteer reads them
+BY_SWARM = "the swarm"  # who has banned whom the others convicted; no account of the Hub has a blank in its name
 Way = Literal["moderator", "listed", "organization", "added", "open"]
 
 
@@ -178,5 +179,11 @@ def check_removal(allowlist: Allowlist, name: str, standing: Standing) -> None:
 
 def _banned(name: str, ban: Ban, help_url: str) -> str:
     whom = f"the run's host: {help_url}" if help_url else "the run's host"
+    if ban.by == BY_SWARM:
+        return (
+            f"{name} has been banned from this run by those who train in it: {ban.reason}.\n"
+            f"1. A machine can do that by itself: test its memory and its GPU, and update volunteer_kit.\n"
+            f"2. Then, or if it is an error, ask {whom}"
+        )
     what = f"{name} has been banned from this run. The moderator's reason: {ban.reason}"
     return f"{what}\n1. If it is an error, ask {whom}"

@@ -19,6 +19,7 @@ from volunteer_kit.swarm.records import PeerRecord
 TELL_AGAIN = 3600.0  # s after which an outlier that is still one is told again
 MOST = 20_000  # peers that are remembered
 SHUT_OUT = "{username} may not take part any more"
+BY_SWARM = "{username} was banned by the swarm: {reason}"
 SHORT_WHILE = 86_400.0  # s that somebody who left stays in the list of members
 
 
@@ -96,16 +97,23 @@ class Bans:
 
     def __init__(self, path: Path, run_id: str, notes: Notes):
         self._path, self._run_id, self._notes = path, run_id, notes
+        self._reasons: dict[bytes, str] = {}  # account -> why the swarm has convicted it
         try:
             self._told = frozenset(bytes.fromhex(one) for one in json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             self._told = frozenset()
 
+    def explain(self, account: bytes, reason: str) -> None:
+        """The swarm has convicted this account, and when it is on the list, it is there for that. From any thread."""
+        self._reasons[account] = reason
+
     def take(self, bans: BanList) -> None:
         """A new list."""
         names = {account_digest(self._run_id, name): name for name in self._known_names()}
         for account in bans.accounts - self._told:
-            self._notes.event("banned", SHUT_OUT, username=names.get(account, ""))
+            reason = self._reasons.pop(account, None)
+            said = (SHUT_OUT, {}) if reason is None else (BY_SWARM, {"reason": reason})
+            self._notes.event("banned", said[0], username=names.get(account, ""), **said[1])
         for account in self._told - bans.accounts:
             self._notes.event("unbanned", username=names.get(account, ""))
         self._told = bans.accounts

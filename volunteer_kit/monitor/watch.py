@@ -12,6 +12,7 @@ from typing import Any
 from volunteer_kit.auth.access_token import BanList
 from volunteer_kit.home import Home
 from volunteer_kit.monitor import asked
+from volunteer_kit.monitor.convictions import Convictions
 from volunteer_kit.monitor.credits import Credits
 from volunteer_kit.monitor.errands import Errands
 from volunteer_kit.monitor.evidence import Looker, Seen
@@ -97,6 +98,7 @@ class Monitor:
             run, member, self.kept, self.signing, self._lookout, self._disbelief, self.notes, self._pace
         )
         self._credits = Credits(path / "credit.sqlite", self.notes, self._collector, lambda: member.epoch, self._pause)
+        self._convictions = Convictions(member, self.notes, self._lookout.name_of, self._bans.explain)
         self._errands = Errands(run, self.kept, self.notes, push_to, token)
         self._chores_at = self._signed_at = 0.0
         if member.public_loss is None and run.draws:  # in a fine-tune each member has data of its own
@@ -273,7 +275,8 @@ class Monitor:
 
     def close(self) -> None:
         """Say goodbye; some seconds."""
-        for part in (self._errands, self._credits, self._lookout, self._looker, self._writer, self._recorder):
+        beside = (self._convictions, self._errands, self._credits, self._lookout)
+        for part in (*beside, self._looker, self._writer, self._recorder):
             part.close()
         self.member.close()
         self.notes.close()

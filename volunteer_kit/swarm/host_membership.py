@@ -60,6 +60,10 @@ class HostMembership:
         self._keeper = AdmissionKeeper(peer, self._authority.bans, leads=True, on_bans=on_bans)
         threading.Thread(target=self._renew, name="own-token", daemon=True).start()
 
+    def report_conviction(self, evidence: str, votes: int) -> str:
+        """See Authorizer. Raises AuthorityRefused, a LoginError."""
+        return self._authority.report_conviction(evidence, votes, self.admission.own_token)
+
     def close(self) -> None:
         self._stop.set()
         if self._keeper is not None:

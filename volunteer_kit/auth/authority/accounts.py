@@ -8,9 +8,10 @@ from sqlalchemy import func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from volunteer_kit.auth.access_token import BanList, account_digest
-from volunteer_kit.auth.authority.tables import AccountRow, BanRow, LogRow, PeerRow, RunRow
-from volunteer_kit.auth.moderation import Ban, Person, Standing
+from volunteer_kit.auth.access_token import MAX_BANS, MAX_PARDONS, BanList, account_digest
+from volunteer_kit.auth.authority.tables import AccountRow, BanRow, LogRow, PardonRow, PeerRow, RunRow
+from volunteer_kit.auth.evidence import FORGOTTEN_AFTER
+from volunteer_kit.auth.moderation import Ban, Person, Refused, Standing, account_of
 
 
 def put(db: Session, table: type, key: str, values: dict[str, Any], keep: tuple[str, ...] = ()) -> None:
@@ -34,6 +35,28 @@ def ban_of(db: Session, account: str, hub_id: str = "") -> Ban | None:
     same = or_(BanRow.account == account, BanRow.hub_id == hub_id) if hub_id else BanRow.account == account
     row = db.scalars(select(BanRow).where(same)).first()
     return row and Ban(row.name, row.reason, row.by, row.at)
+
+
+def ban(db: Session, run_id: str, name: str, reason: str, by: str, at: float) -> str:
+    """Put an account on the list. :returns: its name as it is written here. Raises Refused (full)."""
+    if (count := len(shut_out(db, run_id, at).accounts)) >= MAX_BANS - 100:
+        raise Refused("full", f"{count} accounts are shut out, and a list has no room for more.")
+    row = db.get(AccountRow, account_of(name))
+    name, hub_id = (row.name, row.hub_id) if row else (name, "")
+    values = {"account": account_of(name), "name": name, "hub_id": hub_id, "reason": reason, "by": by, "at": at}
+    put(db, BanRow, "account", values)
+    count_change(db)
+    return name
+
+
+def pardon(db: Session, account: str, hub_id: str, at: float) -> None:
+    put(db, PardonRow, "account", {"account": account, "hub_id": hub_id, "at": at})
+
+
+def pardoned_at(db: Session, account: str, hub_id: str = "") -> float:
+    """When this account, under whatever name, was last let in again, s since 1970; 0: never."""
+    same = or_(PardonRow.account == account, PardonRow.hub_id == hub_id) if hub_id else PardonRow.account == account
+    return db.scalars(select(func.max(PardonRow.at)).where(same)).one() or 0.0
 
 
 def remember_whom_a_ban_means(db: Session, person: Person) -> None:
@@ -69,15 +92,25 @@ def note_peer(db: Session, peer_id: str, account: str, now: float, expires_at: f
     put(db, PeerRow, "peer_id", values, keep=("joined_at",))
 
 
-def shut_out(db: Session, run_id: str) -> BanList:
+def shut_out(db: Session, run_id: str, now: float) -> BanList:
     """Who may not take part although a token may say so: the banned, by each name that they had here, and those whose
-    admission was taken back."""
+    admission was taken back. And who was pardoned so lately that it matters."""
     version = db.scalars(select(RunRow.ban_version)).one()
     names = set(db.scalars(select(BanRow.account)))
     names |= set(db.scalars(select(AccountRow.account).where(AccountRow.removed_at.is_not(None))))
     renamed = select(AccountRow.account).join(BanRow, BanRow.hub_id == AccountRow.hub_id)
     names |= set(db.scalars(renamed.where(AccountRow.hub_id != "")))
-    return BanList(version, frozenset(account_digest(run_id, name) for name in names))
+    return BanList(version, frozenset(account_digest(run_id, name) for name in names), _pardons(db, run_id, now))
+
+
+def _pardons(db: Session, run_id: str, now: float) -> dict[bytes, float]:
+    query = select(PardonRow).where(PardonRow.at > now - 2 * FORGOTTEN_AFTER).order_by(PardonRow.at.desc())
+    found: dict[str, float] = {}
+    for row in db.scalars(query.limit(MAX_PARDONS)):
+        same = select(AccountRow.account).where(AccountRow.hub_id == row.hub_id)
+        for name in {row.account, *(db.scalars(same) if row.hub_id else ())}:
+            found[name] = max(row.at, found.get(name, 0.0))
+    return {account_digest(run_id, name): at for name, at in found.items()}
 
 
 def count_change(db: Session) -> None:

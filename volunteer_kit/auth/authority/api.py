@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import anyio
 from fastapi import APIRouter, Depends, Header, Query, Request
 
+from volunteer_kit.auth.authority.convictions import Convictions
 from volunteer_kit.auth.authority.desk import Admission, Desk
 from volunteer_kit.auth.authority.moderators import PAGE, Moderators, Signed
 from volunteer_kit.auth.authority.pace import household
-from volunteer_kit.auth.authority.wire import Admitted, BanThem, Join, Named, Proven, SignIn
+from volunteer_kit.auth.authority.wire import Admitted, BanThem, Convict, Join, Named, Proven, SignIn
 from volunteer_kit.auth.moderation import Refused
 
 AT_ONCE = 24  # logins that ask the Hub; when it is slow, they must not take the threads that refreshes need
@@ -27,6 +28,10 @@ async def desk_of(request: Request) -> Desk:
 
 async def moderators_of(request: Request) -> Moderators:
     return request.app.state.moderators
+
+
+async def convictions_of(request: Request) -> Convictions:
+    return request.app.state.convictions
 
 
 def address_of(request: Request) -> str:
@@ -53,6 +58,7 @@ async def at_the_hub(request: Request, ask: Any, *args: Any) -> Any:
 
 
 TheDesk = Annotated[Desk, Depends(desk_of)]
+TheConvictions = Annotated[Convictions, Depends(convictions_of)]
 TheModerators = Annotated[Moderators, Depends(moderators_of)]
 
 
@@ -69,13 +75,22 @@ def refresh(asked: Proven, desk: TheDesk) -> Admitted:
     return _admitted(desk.refresh(asked))
 
 
+@router.post("/convict", dependencies=[paced("read")])
+def convict(asked: Convict, convictions: TheConvictions) -> dict[str, str]:
+    """A monitor's proof that most accounts convict a peer -> its account is banned."""
+    return {"done": convictions.report(asked)}
+
+
 @router.get("/bans", dependencies=[paced("read")])
 def bans(desk: TheDesk, known: Annotated[int | None, Query(ge=0, lt=2**53)] = None) -> dict[str, Any]:
-    """Who is shut out, by digest; `accounts` is null if the list is the `known` version."""
+    """Who is shut out, and who was let in again, by digest; `accounts` is null if the list is the `known` version."""
     published = desk.published()
-    version = published.bans.version
-    accounts = None if known == version else sorted(account.hex() for account in published.bans.accounts)
-    return {"version": version, "accounts": accounts, "statement": base64.b64encode(published.statement).decode()}
+    version, statement = published.bans.version, base64.b64encode(published.statement).decode()
+    if known == version:
+        return {"version": version, "accounts": None, "statement": statement}
+    accounts = sorted(account.hex() for account in published.bans.accounts)
+    pardons = base64.b64encode(published.pardons).decode()
+    return {"version": version, "accounts": accounts, "statement": statement, "pardons": pardons}
 
 
 @router.get("/run", dependencies=[paced("read")])
@@ -136,7 +151,9 @@ def members(
 
 @moderate.get("/bans")
 def list_bans(moderators: TheModerators, by: Moderator) -> dict[str, Any]:
-    return {"bans": [vars(ban) for ban in moderators.bans()]}
+    bans = moderators.bans()
+    convictions = moderators.convictions(bans)
+    return {"bans": [{**vars(ban), "conviction": convictions.get(ban.name)} for ban in bans]}
 
 
 @moderate.get("/log")

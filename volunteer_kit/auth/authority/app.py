@@ -10,6 +10,7 @@ from fastapi.responses import FileResponse, RedirectResponse
 
 from volunteer_kit.auth.access_token import KeyFolder
 from volunteer_kit.auth.authority import api, hub_page, page, wire
+from volunteer_kit.auth.authority.convictions import Convictions
 from volunteer_kit.auth.authority.desk import Desk
 from volunteer_kit.auth.authority.moderators import Moderators
 from volunteer_kit.auth.authority.settings import Settings
@@ -25,6 +26,7 @@ def create_app(
     )
     app.state.desk = Desk(settings, storage, keys, clock)
     app.state.moderators = Moderators(app.state.desk)
+    app.state.convictions = Convictions(app.state.desk)
     app.state.begun = hub_page.Begun()
     wire.install(app, page.error_page)
     for router in (api.router, api.moderate, hub_page.router, page.router):

@@ -24,6 +24,7 @@ from volunteer_kit.auth.access_token import (
     key_hash,
     peer_id_of_key,
     sign_bans,
+    sign_pardons,
 )
 from volunteer_kit.auth.authority import accounts
 from volunteer_kit.auth.authority.hub_login import who_is
@@ -57,10 +58,11 @@ class Admission(NamedTuple):
 
 @dataclass(frozen=True)
 class Published:
-    """The ban list and the authority's word for it."""
+    """The ban list and the authority's word for it, and for its pardons."""
 
     bans: BanList
     statement: bytes
+    pardons: bytes
     signed_at: float
 
 
@@ -81,7 +83,7 @@ class Desk:
 
     def join(self, asked: Asked, hf_token: str, address: str) -> Admission:
         """Raises Refused."""
-        peer_id = self._proven(asked, join_claim(asked.run_id, asked.time, hf_token))
+        peer_id = self.proven(asked, join_claim(asked.run_id, asked.time, hf_token))
         person = self.ask_hub(hf_token, address)
         self.pacer.take("account", person.account)
         now = self.clock()
@@ -122,7 +124,7 @@ class Desk:
 
     def refresh(self, asked: Asked) -> Admission:
         """A new token for a peer that joined before; the Hub is not asked. Raises Refused."""
-        peer_id = self._proven(asked, refresh_claim(asked.run_id, asked.time))
+        peer_id = self.proven(asked, refresh_claim(asked.run_id, asked.time))
         self.pacer.take("peer", peer_id.hex())
         now = self.clock()
         with self.storage.writing() as db:
@@ -154,7 +156,7 @@ class Desk:
         )
         return Admission(issue_token(self.signer(), token), expires_at, name)
 
-    def _proven(self, asked: Asked, claim: bytes) -> bytes:
+    def proven(self, asked: Asked, claim: bytes) -> bytes:
         """The peer id of whoever asks. Raises Refused (run, clock, proof)."""
         if asked.run_id != self.settings.run_id:
             what = f"This authority is for the run {self.settings.run_id}, and you asked for another.\n"
@@ -183,6 +185,10 @@ class Desk:
                 self._signer = now, self._keys.signer("authority")
             return self._signer[1]
 
+    @property
+    def root_public(self) -> str:
+        return self._keys.root_public
+
     def published(self) -> Published:
         """The ban list, with a statement signed a moment ago."""
         now = self.clock()
@@ -190,11 +196,11 @@ class Desk:
         if known is not None and 0 <= now - known.signed_at < self.settings.bans_cached:
             return known
         with self.storage.reading() as db:
-            bans = accounts.shut_out(db, self.settings.run_id)
+            bans = accounts.shut_out(db, self.settings.run_id, now)
         statement = sign_bans(self.signer(), bans, now, now + self.settings.bans_lifetime)
-        self._published = Published(bans, statement, now)
+        self._published = Published(bans, statement, sign_pardons(self.signer(), bans), now)
         return self._published
 
     def bans_changed(self) -> None:
-        """A moderator did something: the next who asks gets the new list."""
+        """A moderator or the swarm did something: the next who asks gets the new list."""
         self._published = None

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import delete, or_, select
 from sqlalchemy.orm import Session
 
-from volunteer_kit.auth.access_token import MAX_BANS
 from volunteer_kit.auth.authority import accounts
 from volunteer_kit.auth.authority.desk import Desk
-from volunteer_kit.auth.authority.tables import AccountRow, BanRow, LogRow, PeerRow
+from volunteer_kit.auth.authority.tables import AccountRow, BanRow, ConvictionRow, LogRow, PeerRow
 from volunteer_kit.auth.moderation import (
+    BY_SWARM,
     Ban,
     Refused,
     Way,
@@ -151,28 +152,28 @@ class Moderators:
         with self._storage.writing() as db:
             if (ban := db.get(BanRow, account)) is not None:
                 raise Refused("already", f"{ban.name} is banned already, by {ban.by}: {ban.reason}")
-            if (count := len(accounts.shut_out(db, self._desk.settings.run_id).accounts)) >= MAX_BANS - 100:
-                raise Refused("full", f"{count} accounts are shut out, and a list has no room for more.")
-            row = db.get(AccountRow, account)
-            name, hub_id = (row.name, row.hub_id) if row else (name, "")
-            values = {"account": account, "name": name, "hub_id": hub_id, "reason": reason, "by": by}
-            accounts.put(db, BanRow, "account", {**values, "at": self._desk.clock()})
-            accounts.count_change(db)
+            name = accounts.ban(db, self._desk.settings.run_id, name, reason, by, self._desk.clock())
             self._log(db, by, "banned", name, reason, via)
         self._desk.bans_changed()
         return f"{name} is banned, and out within a minute."
 
     def unban(self, by: str, name: str, via: str) -> str:
+        """Let somebody in again. What the swarm has found until now is set aside, or it would ban at once anew."""
         name, account = _named(name)
         with self._storage.writing() as db:
             row = db.get(BanRow, account)
             if row is None:
                 raise Refused("not_banned", f"{name} is not banned.")
-            name = row.name
+            name, now = row.name, self._desk.clock()
+            accounts.pardon(db, account, row.hub_id, now)
+            if row.by == BY_SWARM and (conviction := db.get(ConvictionRow, account)) is not None:
+                conviction.set_aside_at, conviction.set_aside_by = now, by
             db.execute(delete(BanRow).where(BanRow.account == account))
             accounts.count_change(db)
             self._log(db, by, "unbanned", name, "", via)
         self._desk.bans_changed()
+        if row.by == BY_SWARM:
+            return f"The ban of {name} is lifted, and what the swarm has found until now is set aside."
         return f"The ban of {name} is lifted."
 
     def _log(self, db: Session, by: str, action: str, name: str, reason: str, via: str) -> None:
@@ -206,6 +207,13 @@ class Moderators:
         with self._storage.reading() as db:
             rows = db.scalars(select(BanRow).order_by(BanRow.at.desc(), BanRow.account).limit(limit))
             return [Ban(row.name, row.reason, row.by, row.at) for row in rows]
+
+    def convictions(self, of: Iterable[Ban]) -> dict[str, dict[str, Any]]:
+        """Name -> why the swarm has banned it, as convictions.readable; of those among the bans that are its."""
+        names = {account_of(ban.name): ban.name for ban in of if ban.by == BY_SWARM}
+        with self._storage.reading() as db:
+            rows = list(db.scalars(select(ConvictionRow).where(ConvictionRow.account.in_(names))))
+        return {names[row.account]: json.loads(row.evidence) for row in rows}
 
     def log(self, before: int | None = None, limit: int = PAGE) -> list[Entry]:
         """The latest first. `before`: of an entry's id, for the next page."""

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from volunteer_kit.auth.authority.api import TheModerators, address_of, at_the_hub, paced
 from volunteer_kit.auth.authority.moderators import PAGE, Moderators, Signed
 from volunteer_kit.auth.authority.settings import is_loopback
+from volunteer_kit.auth.evidence import CAUSES
 from volunteer_kit.auth.moderation import MAX_REASON, Refused
 
 HERE = Path(__file__).parent
@@ -70,10 +71,11 @@ def show(
     if session is None:
         return _sign_in_page(request)
     said, session.said = session.said, ""
-    log = moderators.log(before)
+    log, bans = moderators.log(before), moderators.bans()
     return _html(
         "moderate.html", request, session=session, said=said, part=part, before=before, log=log,
-        members=moderators.members(part), bans=moderators.bans(), allowlist=request.app.state.desk.settings.allowlist,
+        members=moderators.members(part), bans=bans, convictions=moderators.convictions(bans),
+        allowlist=request.app.state.desk.settings.allowlist, causes=CAUSES,
         earlier=log[-1].id if len(log) == PAGE else None, most=PAGE, max_reason=MAX_REASON,
     )  # fmt: skip
 

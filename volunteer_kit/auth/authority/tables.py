@@ -1,8 +1,8 @@
-"""What an authority keeps: accounts, their peers, bans, and what moderators did. No token, no session, no address."""
+"""What an authority keeps: accounts, their peers, bans and why, what moderators did. No token, session or address."""
 
 from __future__ import annotations
 
-from sqlalchemy import DDL, BigInteger, ForeignKey, Integer, String, event
+from sqlalchemy import DDL, BigInteger, ForeignKey, Integer, String, Text, event
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 SCHEMA = 1  # raise it with a change that an older authority could not read
@@ -62,8 +62,29 @@ class BanRow(Table):
     at: Mapped[float]
 
 
+class ConvictionRow(Table):
+    """Why the swarm has banned an account, the last time that it did. `evidence`: JSON, see convictions.readable."""
+
+    __tablename__ = "convictions"
+    account: Mapped[str] = mapped_column(String(100), primary_key=True)
+    name: Mapped[str] = mapped_column(String(100))
+    at: Mapped[float]
+    evidence: Mapped[str] = mapped_column(Text)
+    set_aside_at: Mapped[float | None]
+    set_aside_by: Mapped[str | None] = mapped_column(String(100))
+
+
+class PardonRow(Table):
+    """When a moderator has last let a banned account in again: what the swarm found until then is set aside."""
+
+    __tablename__ = "pardons"
+    account: Mapped[str] = mapped_column(String(100), primary_key=True)
+    hub_id: Mapped[str] = mapped_column(String(100), default="", index=True)
+    at: Mapped[float]
+
+
 class LogRow(Table):
-    """What a moderator did. Rows are only ever added: the database itself refuses to change or delete one."""
+    """What a moderator or the swarm did. Rows are only ever added: the database refuses to change or delete one."""
 
     __tablename__ = "log"
     id: Mapped[int] = mapped_column(Number, primary_key=True)
@@ -72,7 +93,7 @@ class LogRow(Table):
     action: Mapped[str] = mapped_column(String(20))
     name: Mapped[str] = mapped_column(String(100))
     reason: Mapped[str] = mapped_column(String(400), default="")
-    via: Mapped[str] = mapped_column(String(20))  # page or api
+    via: Mapped[str] = mapped_column(String(20))  # page, api or swarm
 
 
 for _change in ("UPDATE", "DELETE"):

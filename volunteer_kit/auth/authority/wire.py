@@ -23,9 +23,10 @@ MAX_BODY = 16_384  # bytes; the largest has a token of 4,096 in it
 BODY_WITHIN = 15.0  # s; a client that sends a byte now and then holds a place no longer
 STATUS = {
     "banned": 403, "organization": 403, "not_listed": 403, "can_write": 403, "unknown_rights": 403,
-    "not_moderator": 403, "moderator": 403, "forged": 403, "wrong": 401, "expired": 401, "proof": 401, "unknown": 401,
-    "session": 401, "run": 409, "peers": 409, "already": 409, "still_in": 409, "not_added": 409, "not_banned": 409,
-    "full": 409, "limit": 429, "down": 503,
+    "not_moderator": 403, "not_monitor": 403, "moderator": 403, "forged": 403,
+    "wrong": 401, "expired": 401, "proof": 401, "unknown": 401, "session": 401,
+    "run": 409, "peers": 409, "already": 409, "still_in": 409, "not_added": 409, "not_banned": 409,
+    "full": 409, "nobody": 409, "set_aside": 409, "minority": 409, "limit": 429, "down": 503,
 }  # fmt: skip
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -69,6 +70,14 @@ class Join(Proven):
     hf_token: Login
     # What the volunteer believes of his login. The authority does not: it asks the Hub, see hub_login.py.
     scope: str | None = Field(None, max_length=1000)
+
+
+class Convict(Proven):
+    """Of a monitor; see convictions.py."""
+
+    token: str = Field(max_length=1500)
+    evidence: str = Field(max_length=12_500)
+    votes: int = Field(ge=0, lt=2**31)
 
 
 class Admitted(BaseModel):
@@ -131,7 +140,8 @@ async def _malformed(request: Request, invalid: Any) -> Response:
     return _say(request, "malformed", f"This cannot be understood: {', '.join(named)}.", 422)
 
 
-_FIELDS = {field for model in (Join, SignIn, BanThem) for field in model.model_fields} | {"before", "limit", "part"}
+_MODELS = (Join, SignIn, BanThem, Convict)
+_FIELDS = {field for model in _MODELS for field in model.model_fields} | {"before", "limit", "part"}
 
 
 async def _http_error(request: Request, found: Any) -> Response:
