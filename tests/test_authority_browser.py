@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -13,7 +14,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import chromium
 from tests.hub import App
-from tests.local_authority import add_person, join_body, make_authority, served
+from tests.convicting import DETAILS, evidence_by, report_body
+from tests.local_authority import Authority, add_person, join_body, make_authority, served
 from volunteer_kit.swarm.peer import free_port
 
 pytestmark = pytest.mark.slow
@@ -28,16 +30,21 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def url(hub, tmp_path) -> Iterator[str]:
+def authority(hub, tmp_path) -> Iterator[Authority]:
     hub.app = App("the-hosts-app", person="Mona")
-    port = free_port()
-    authority = make_authority(tmp_path, url=f"http://127.0.0.1:{port}", oauth_client_id="the-hosts-app")
-    with served(authority, port) as url:
+    url = f"http://127.0.0.1:{free_port()}"
+    authority = make_authority(tmp_path, url=url, oauth_client_id="the-hosts-app")
+    yield authority
+    authority.storage.close()
+
+
+@pytest.fixture
+def url(hub, authority) -> Iterator[str]:
+    with served(authority, urlsplit(authority.app.state.desk.settings.url).port) as url:
         for number, name in enumerate(("anna", "Bernard-with-a-rather-long-name-at-the-Hub", "carl")):
             answer = requests.post(f"{url}/v1/join", json=join_body(add_person(hub, name, "cats"), number), timeout=20)
             assert answer.status_code == 200
         yield url
-    authority.storage.close()
 
 
 def open_page(browser: Browser, url: str, scheme: str, how: dict) -> Page:
@@ -81,6 +88,28 @@ def test_a_moderator_on_a_phone_signs_in_at_the_hub_and_bans(browser, url, hub, 
     assert min(sizes) >= 44, "fingers are wide"
     page.get_by_role("button", name="Lift the ban of anna").click()
     expect(page.get_by_text("Nobody is banned.")).to_be_visible()
+    assert page.errors == []
+
+
+@pytest.mark.parametrize(("name", "scheme", "how"), [("phone-dark", "dark", PHONE), ("desk-light", "light", DESK)])
+def test_a_moderator_reads_what_the_swarm_has_found_and_lifts_its_ban(
+    browser, url, authority, tmp_path, name, scheme, how
+):
+    body = report_body(authority, evidence_by([1, 2]))
+    assert requests.post(f"{url}/v1/convict", json=body, timeout=20).status_code == 200
+    page = open_page(browser, url, scheme, how)
+    page.get_by_role("link", name="Sign in with Hugging Face").click()
+    expect(page.get_by_text("by the swarm, just now")).to_be_visible()
+    expect(page.get_by_text(DETAILS)).to_be_hidden()
+    page.get_by_text("What was found", exact=True).click()
+    expect(page.get_by_text(DETAILS)).to_be_visible()
+    expect(page.get_by_text("Signed by Bernard-with-a-rather-long-name-at-the-Hub, carl.")).to_be_visible()
+    picture(page, f"convicted-{name}", tmp_path)
+    assert page.evaluate("document.documentElement.scrollWidth") <= how["viewport"]["width"]
+    page.get_by_role("button", name="Lift the ban of anna").click()
+    expect(page.get_by_role("status")).to_contain_text("what the swarm has found until now is set aside")
+    expect(page.get_by_text("Nobody is banned.")).to_be_visible()
+    assert requests.post(f"{url}/v1/convict", json=body, timeout=20).json()["error"]["kind"] == "set_aside"
     assert page.errors == []
 
 

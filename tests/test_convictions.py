@@ -360,7 +360,7 @@ def test_the_board_through_a_real_dht(peer, monkeypatch):
 
     monkeypatch.setattr(peer.admission, "pardoned_at", lambda one: now - 97.5)
     assert [one.epoch for one in board.fetch()[A][us]] == [3, 4], "what was found before was set aside"
-    monkeypatch.setattr(peer.admission, "pardoned_at", lambda one: now)
+    monkeypatch.setattr(peer.admission, "pardoned_at", lambda one: now + 30)
     assert board.fetch() == {} and board.publish(A, strikes) is None
     board.renew()
     assert board._own == {}
