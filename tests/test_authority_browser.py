@@ -13,8 +13,8 @@ import requests
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import chromium
-from tests.hub import App
 from tests.convicting import DETAILS, evidence_by, report_body
+from tests.hub import App
 from tests.local_authority import Authority, add_person, join_body, make_authority, served
 from volunteer_kit.swarm.peer import free_port
 

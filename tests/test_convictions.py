@@ -297,6 +297,24 @@ def test_accounts_vote_not_machines_and_hosts_are_not_convicted(keep, tmp_path):
     assert admission.is_admitted(monitor)
 
 
+def test_tokens_of_whom_few_accuse_are_not_looked_for(keep, tmp_path):
+    """Who is accused need not exist, and to look for one is a question to the DHT."""
+    run = RunKeys(tmp_path)
+    admission, notice = run.admission(own=A, bob=B, cleo=C), Notice()
+    kept = keep(notice, admission)
+    admission.take_unknown()
+    notice.said = {D: {B: [strike_of(D)]}}
+    kept.look()
+    assert admission.take_unknown() == []
+    notice.said = {D: {one: [strike_of(D)] for one in (B, C)}}
+    kept.look()
+    assert admission.take_unknown() == [D] and kept.told == []
+    assert admission.show(run.token(D, "dora"), D) is None
+    kept.look()
+    kept.look()
+    assert [case.accused for case in kept.told] == [D]
+
+
 def test_a_pardon_frees_at_the_next_look(keep, tmp_path):
     run = RunKeys(tmp_path)
     admission = run.admission(own=A, bob=B, cleo=C, dora=D, eve=E)

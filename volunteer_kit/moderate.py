@@ -72,8 +72,13 @@ def tell_members(moderation: Moderation, part: str, say: Say) -> None:
 
 
 def tell_bans(moderation: Moderation, say: Say) -> None:
-    rows = [(row["name"], _moment(row["at"]), f"by {row['by']}", row["reason"]) for row in moderation.bans()]
+    bans = moderation.bans()
+    rows = [(row["name"], _moment(row["at"]), f"by {row['by']}", row["reason"]) for row in bans]
     _table(rows, "Nobody is banned.", say)
+    for row in bans:
+        for found in (row.get("conviction") or {}).get("findings", ()):  # an older authority has none
+            what = f"{row['name']}, step {found['epoch']}: {found['details']} (signed by {', '.join(found['by'])})"
+            say(plain(what))
 
 
 def tell_log(moderation: Moderation, limit: int, say: Say) -> None:

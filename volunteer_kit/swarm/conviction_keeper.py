@@ -108,14 +108,15 @@ class ConvictionKeeper:
         return frozenset(self._present)
 
     def _is_convicted(self, accused: PeerID, signers: Collection[PeerID], present: frozenset[bytes]) -> bool:
-        account, is_open = self._admission.account_of(accused), self._admission.is_open
-        if account is None:
+        accounts = {self._admission.account_of(signer) for signer in signers} - {None}
+        account = self._admission.account_of(accused)
+        if not is_convicted(account or b"", accounts, present):
+            return False
+        if account is None:  # only now: a few can name any number of peers that do not exist
             self._admission.believes(accused)  # its token is looked for, and we look again
             return False
-        if not is_open and self._admission.role_of(accused) in ("host", "monitor"):
-            return False  # who holds the run's keys is the host's to look after; all monitors are one account
-        accounts = {self._admission.account_of(signer) for signer in signers} - {None}
-        return is_convicted(account, accounts, present)
+        # who holds the run's keys is the host's to look after; all monitors are one account
+        return self._admission.is_open or self._admission.role_of(accused) not in ("host", "monitor")
 
     def _hold(self, decided: Mapping[PeerID, Said], present: frozenset[bytes], now: float) -> None:
         before = self._held

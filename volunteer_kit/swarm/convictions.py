@@ -50,7 +50,7 @@ LIFETIME = 1800.0  # s that a conviction stays in the DHT without renewal
 MAX_STRIKES = 3  # of one peer by one signer, the newest; a value stays below 4 KB
 MAX_ACCUSED = 64  # by one signer at a time, the newest
 MAX_FETCHED = 64  # accused whose evidence is fetched at once, those whom most convict
-MAX_NAMED = 2000  # signers and accused that are looked at; more than a run has members
+MAX_SIGNING = 2000  # that are looked at; more than a run has members
 TOO_EARLY = 60.0  # s ahead of our clock that a strike may be; hivemind lets clocks differ by 3
 
 _Peer = _conbytes(strict=True, min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)
@@ -217,8 +217,7 @@ class ConvictionBoard:
         for subkey, value in _entries(found):
             record = read_record(self.dht, Convicted, subkey, value)
             for accused in map(PeerID, _unpacked(record.accused) if record is not None else ()):
-                if accused in named or len(named) < MAX_NAMED:
-                    named.setdefault(accused, set()).add(PeerID(record.peer_id))
+                named.setdefault(accused, set()).add(PeerID(record.peer_id))
         return named
 
     def _read(self, accused: PeerID, found: ValueWithExpiration | None) -> Said:
@@ -226,7 +225,7 @@ class ConvictionBoard:
         for subkey, value in _entries(found):
             record = read_record(self.dht, Conviction, subkey, value)
             strikes = [s for s in record.strikes if self._counts(s, accused)] if record is not None else []
-            if strikes and record.peer_id != accused.to_bytes() and len(said) < MAX_NAMED:
+            if strikes and record.peer_id != accused.to_bytes() and len(said) < MAX_SIGNING:
                 said[PeerID(record.peer_id)] = strikes
         return said
 
@@ -240,7 +239,7 @@ class ConvictionBoard:
 
 def _entries(found: ValueWithExpiration | None) -> Iterable[tuple[Any, Any]]:
     entries = found.value.items() if found is not None and isinstance(found.value, dict) else ()
-    return list(entries)[:MAX_NAMED]
+    return list(entries)[:MAX_SIGNING]
 
 
 def _unpacked(packed: bytes) -> list[bytes]:
