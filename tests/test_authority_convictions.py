@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -15,6 +16,7 @@ from tests.convicting import DETAILS, evidence_by, peer_of, report_body, strike_
 from tests.local_authority import RUN, URL, add_person, key, make_authority
 from volunteer_kit.auth.access_token import account_digest, read_pardons
 from volunteer_kit.auth.evidence import CAUSES, MAX_DETAILS, MAX_SIGNERS, MAX_TEXT, Evidence
+from volunteer_kit.moderate import tell_bans
 from volunteer_kit.swarm.convictions import evidence_of
 
 page, lite = fixtures()
@@ -262,3 +264,10 @@ def test_the_page_shows_what_was_found_and_escapes_it(lite, hub, mona):
     shown = browser.get("/moderate").text
     assert "by the swarm" in shown and "What was found" in shown and "Signed by bob, carl." in shown
     assert "4 confirmed it and 1 did not" in shown and "<img" not in shown and "&lt;img src=x" in shown
+
+
+def test_the_command_line_tells_what_was_found(lite, hub, mona):
+    page, said = join_all(lite(), hub), []
+    report(page, evidence_by([1, 2]))
+    tell_bans(SimpleNamespace(bans=lambda: page.moderator(mona).see("bans")), said.append)
+    assert "by the swarm" in said[0] and said[1] == f"mallory, step 41: {DETAILS} (signed by bob, carl)"

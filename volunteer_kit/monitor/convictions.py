@@ -12,6 +12,7 @@ from volunteer_kit.swarm.conviction_keeper import Case, ConvictionKeeper
 from volunteer_kit.swarm.convictions import ConvictionBoard, evidence_of
 
 REPORT_EVERY = 5.0  # s between two attempts to reach an authority that is away
+FINAL = ("set_aside", "not_monitor", "nobody", "minority", "malformed", "run", "proof")  # kinds of refusals
 CONVICTED = "{username} was shut out by the swarm: {reason}"  # where there is no authority to ban it
 
 
@@ -19,7 +20,7 @@ class Convictions:
     """Two threads: one looks and honours as every peer does, the other asks the authority, which may take its time.
 
     :param name_of: of a peer, for people
-    :param explain: told (account, reason) before the account is on the list of bans
+    :param explain: told (account, reason) before the account is on the list of bans; None: it will not be, for that
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Convictions:
         member: Member,
         notes: Notes,
         name_of: Callable[..., str | None],
-        explain: Callable[[bytes, str], None],
+        explain: Callable[[bytes, str | None], None],
         report_every: float = REPORT_EVERY,
     ):
         self._membership, self._notes, self._name_of, self._explain = member.membership, notes, name_of, explain
@@ -68,10 +69,13 @@ class Convictions:
         try:
             self._membership.report_conviction(evidence.to_text(), len(case.said))
         except AuthorityRefused as refused:
-            if refused.kind in ("already", "set_aside"):
+            if refused.kind == "already":
                 return True
-            self._notes.warn(f"A conviction could not be reported to the authority: {refused.first_line}")
-            return refused.kind in ("not_monitor", "nobody", "minority", "malformed", "run", "proof")
+            if refused.kind != "set_aside":
+                self._notes.warn(f"A conviction could not be reported to the authority: {refused.first_line}")
+            if refused.kind in FINAL:
+                self._explain(case.account, None)
+            return refused.kind in FINAL
         except Exception as error:  # of a disk with the keys on it, say; it is tried again
             self._notes.warn(f"A conviction could not be reported to the authority: {error!r}")
             return False

@@ -103,9 +103,13 @@ class Bans:
         except (OSError, ValueError, TypeError):
             self._told = frozenset()
 
-    def explain(self, account: bytes, reason: str) -> None:
-        """The swarm has convicted this account, and when it is on the list, it is there for that. From any thread."""
-        self._reasons[account] = reason
+    def explain(self, account: bytes, reason: str | None) -> None:
+        """The swarm has convicted this account, and when it is on the list, it is there for that; None: not any more.
+        From any thread."""
+        if reason is None:
+            self._reasons.pop(account, None)
+        else:
+            self._reasons[account] = reason
 
     def take(self, bans: BanList) -> None:
         """A new list."""
