@@ -81,7 +81,7 @@ def test_what_a_reducer_returned_is_not_mended_by_a_false_accusation():
 
     group = make({"bad": {"returns": lambda average: -average, "says": accuse}})
     group.run(8)
-    assert set(verdicts(group)) == {"bad"} and {"accusation"} <= set(verdicts(group)["bad"])
+    assert set(verdicts(group)) == {"bad"} and {"false_accusation"} <= set(verdicts(group)["bad"])
 
 
 def test_who_states_other_numbers_than_it_sent_is_banned():
@@ -96,7 +96,7 @@ def test_who_states_other_numbers_than_it_sent_is_banned():
 def test_a_validator_that_reports_wrong_is_banned_and_not_whom_it_names():
     group = make({"bad": {"reports": lambda duty, totals: [-total for total in totals]}})
     group.run(16)
-    assert set(verdicts(group)) == {"bad"} and set(verdicts(group)["bad"]) == {"report"}
+    assert set(verdicts(group)) == {"bad"} and set(verdicts(group)["bad"]) == {"false_report"}
 
 
 def test_who_withholds_its_number_or_list_is_not_averaged_and_not_banned():
@@ -189,7 +189,7 @@ def test_no_sequence_of_messages_bans_an_honest_majority(seed, honest):
             news = [
                 draw.choice([
                     Vote(draw.choice(rounds), draw.randrange(-1, count + 1),
-                         draw.choice(["gradient", "reducer", "equivocation", "statement", "report"]),
+                         draw.choice(["gradient", "reducer", "equivocation", "statement", "false_report"]),
                          draw.random() < 0.8, draw.random(), frozenset(draw.sample(range(count), k=2))),
                     Report(draw.choice(rounds), draw.randrange(count), draw.randrange(3), np.full(8, draw.gauss(0, 9))),
                     Accusation(draw.choice(rounds), draw.randrange(count), draw.randrange(2 * count)),

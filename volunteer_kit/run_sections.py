@@ -34,6 +34,9 @@ class SwarmConfig(BaseModel):
     # Epochs between two rounds in which parameters are averaged, where they differ. 0: none; who is apart takes the
     # others' state, statistics included. For lines so bad that most rounds leave most volunteers apart.
     average_state_every: int = Field(0, ge=0, le=1000)
+    # How the members' gradients become one. centered_clip: who sends something else than the others moves it by a
+    # bounded distance; mean: every value counts as it is, for runs among friends; the others for comparison.
+    aggregation: Literal["mean", "centered_clip", "median", "trimmed_mean", "krum"] = "mean"
     # Run the optimizer step in the background while the next epoch's gradients are being collected.
     delay_optimizer_step: bool = True
     # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
@@ -62,6 +65,24 @@ class SwarmConfig(BaseModel):
                 f"set averaging_timeout: {least:g} or more",
             )
         return self
+
+
+class VerificationConfig(BaseModel):
+    """Whether members compute each other's samples again, and when who cheats is banned. See robust/standing.py."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # Chance that a member's contribution to a round is computed again; the work of all is that much more. In a run of
+    # few volunteers 1 in 16 comes round rarely: raise it.
+    share: float = Field(1 / 16, gt=0, le=1)
+    # Difference that precision and codec explain, of a contribution's length. Raise it if honest members are told of
+    # differences just above it.
+    tolerance: float = Field(0.15, gt=0, lt=1)
+    # Confirmed mismatches within `window` epochs that are a ban.
+    strikes: int = Field(3, ge=1, le=100)
+    window: int = Field(1000, ge=1, le=10**6)
+    # Microbatches of a newcomer that must be found right before what it sends counts; it is credited then. 0: at once.
+    probation: int = Field(8, ge=0, le=10**4)
 
 
 class AuthorityConfig(BaseModel):

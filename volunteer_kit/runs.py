@@ -24,7 +24,8 @@ from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
 from volunteer_kit.model.transformers_model import TransformersConfig, build_transformers, shapes_of
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
 from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
-from volunteer_kit.run_sections import AuthorityConfig, SwarmConfig
+from volunteer_kit.run_guarantees import why_not_verified
+from volunteer_kit.run_sections import AuthorityConfig, SwarmConfig, VerificationConfig
 from volunteer_kit.run_tokenizers import (
     build_stream_tokenizers,
     image_identity,
@@ -34,7 +35,7 @@ from volunteer_kit.run_tokenizers import (
     tokenizer_mistakes,
 )
 
-PROTOCOL_VERSION = 1  # raise it when peers of two releases can no longer average with each other
+PROTOCOL_VERSION = 2  # raise it when peers of two releases can no longer average with each other
 
 Caption = Annotated[str, Field(min_length=3, max_length=200)]
 
@@ -54,6 +55,7 @@ class RunConfig(BaseModel):
     optimizer: OptimizerConfig
     target_batch_size: int = Field(ge=1, le=2**24)  # samples, of all peers together, that make one epoch
     swarm: SwarmConfig = SwarmConfig()
+    verification: VerificationConfig | None = None  # None: nobody's work is looked at
     captions: tuple[Caption, ...] = Field((), max_length=8)  # drawn now and then, for volunteers to see
     help_url: str = Field("", max_length=500, pattern=r"^(https://\S+)?$")  # where volunteers find the host
     initial_peers: tuple[str, ...] = ()  # multiaddrs; what may change during a run is this and
@@ -90,6 +92,24 @@ class RunConfig(BaseModel):
             raise impossible(path, "the number is not finite", "write an ordinary number")
         return self
 
+    @model_validator(mode="after")
+    def _can_be_verified(self) -> RunConfig:
+        if self.verification is None:
+            return self
+        for technique, is_used, fix in (
+            ("fine-tunes with data of one's own", not self.draws, "leave verification out"),
+            ("average_state_every", self.swarm.average_state_every > 0, "set swarm: average_state_every: 0"),
+            (
+                "aggregation: median, trimmed_mean, krum",
+                self.swarm.aggregation not in ("mean", "centered_clip"),
+                "set swarm: aggregation: centered_clip",
+            ),
+        ):
+            if is_used:
+                why = why_not_verified(technique)
+                raise impossible("verification", f"it does not go with {technique}: {why}", fix)
+        return self
+
     @property
     def draws(self) -> bool:
         """Is it a text-to-image model's? Else a language model's, whose members have data of their own."""
@@ -105,6 +125,7 @@ class RunConfig(BaseModel):
             "optimizer": self.optimizer.model_dump(mode="json"),
             "target_batch_size": self.target_batch_size,
             "swarm": self.swarm.model_dump(mode="json", include=_AVERAGING_FIELDS),
+            "verification": self.verification.model_dump(mode="json") if self.verification else None,
             **self._samples(),
         }
         text = json.dumps(shared, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -143,7 +164,7 @@ class FineTuneConfig(RunConfig):
 
 _AVERAGING_FIELDS = {
     "average_state_every", "grad_compression", "state_compression", "small_compression", "compress_above",
-    "delay_optimizer_step", "delay_grad_averaging",
+    "delay_optimizer_step", "delay_grad_averaging", "aggregation",
 }  # fmt: skip
 
 

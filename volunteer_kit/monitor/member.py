@@ -20,6 +20,7 @@ from volunteer_kit.monitor.evidence import State
 from volunteer_kit.optim import LambStepBound
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.public_samples import public_samples
+from volunteer_kit.robust.rules import rule
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.acceptance import StateTrust
@@ -119,7 +120,12 @@ class Member:
     def _make_optimizer(self, groups: list[dict], on_refused: Callable[[str, str], None]) -> SwarmOptimizer:
         make, schedule = build_optimizer(self.run)
         optimizer = SwarmOptimizer(
-            peer=self.peer, options=swarm_options(self.run), params=groups, optimizer=make, scheduler=schedule
+            peer=self.peer,
+            options=swarm_options(self.run),
+            params=groups,
+            optimizer=make,
+            scheduler=schedule,
+            reduce=rule(self.run.swarm.aggregation),
         )
         if self.run.authority is not None:
             trust = Trust.of(self.run.run_id, self.run.authority.public_key)

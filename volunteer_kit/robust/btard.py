@@ -133,11 +133,11 @@ class Verifier:
         if case.guilty > case.innocent:
             self._strike(this, case.accused, case.cause, case, case.guilty, case.measure)
         elif case.accuser != -1:
-            self._strike(this, case.accuser, "accusation", case, case.innocent)
+            self._strike(this, case.accuser, "false_accusation", case, case.innocent)
         else:
             self._restore(this, case)
         for place, count in case.liars().items():
-            self._strike(this, place, "report", case, count)
+            self._strike(this, place, "false_report", case, count)
 
     def _restore(self, this: VerifiedRound, case: Case) -> None:
         check = this.checks.get(case.accused)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Peer = Hashable
-Cause = Literal["gradient", "report", "reducer", "statement", "accusation", "equivocation"]
+Cause = Literal["gradient", "false_report", "reducer", "statement", "false_accusation", "equivocation"]
 CAUSES: dict[str, str] = {
     "gradient": "what it sent is not what its samples give",
-    "report": "what it reported of another's samples is not what they give",
+    "false_report": "what it reported of another's samples is not what they give",
     "reducer": "the average that it returned is not the rule's",
     "statement": "what it said of its gradients is not what it had sent",
-    "accusation": "it accused another member falsely",
+    "false_accusation": "it accused another member falsely",
     "equivocation": "it told members different things",
 }
 MAX_REMEMBERED = 10_000  # peers

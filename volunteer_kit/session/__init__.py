@@ -11,6 +11,7 @@ from volunteer_kit.checkpoint import CheckpointError, latest_checkpoint
 from volunteer_kit.home import Home
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.reading import Reading
+from volunteer_kit.robust.rules import rule
 from volunteer_kit.runs import (
     PROTOCOL_VERSION,
     RunConfig,
@@ -126,6 +127,7 @@ class Session:
             params=groups,
             optimizer=optimizer,
             scheduler=scheduler,
+            reduce=rule(run.swarm.aggregation),
         )
         if self.membership.trust is not None:
             self.among = Among(self)

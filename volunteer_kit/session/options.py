@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from volunteer_kit.device import Workload
+from volunteer_kit.robust.rules import rule
+from volunteer_kit.robust.standing import Settings
 from volunteer_kit.runs import RunConfig, run_key_of
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.options import SwarmOptions
@@ -46,6 +48,8 @@ def swarm_options(run: RunConfig, max_mbps: float | None = None) -> SwarmOptions
         delay_grad_averaging=swarm.delay_grad_averaging,
         grad_codec=make_codec(swarm.small_compression, swarm.grad_compression, swarm.compress_above),
         state_codec=make_codec(swarm.small_compression, swarm.state_compression, swarm.compress_above),
+        verification=Settings(**run.verification.model_dump()) if run.verification else None,
+        clips=swarm.aggregation == "centered_clip",
         refresh_period=min(0.5, swarm.matchmaking_time / 5),
         metadata_expiration=swarm.progress_expiration,
         max_mbps=max_mbps,
