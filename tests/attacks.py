@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
+from volunteer_kit.swarm.records import SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
 
 
@@ -54,6 +55,19 @@ def average_large_parameters() -> None:
     SwarmStateAverager._average_parameters = torch.no_grad()(average)
 
 
+def claim_progress() -> None:
+    """Having accumulated a whole batch, at every moment of every epoch."""
+    honest = SwarmProgressTracker.report_local_progress
+
+    def report(self, local_epoch, samples_accumulated, update_global_samples=True):
+        honest(self, local_epoch, samples_accumulated, update_global_samples)
+        self.local_progress = self.local_progress.copy(
+            update={"samples_accumulated": self.target_batch_size, "samples_per_second": 5000.0}
+        )
+
+    SwarmProgressTracker.report_local_progress = report
+
+
 def send_large_numbers(when: Path) -> None:
     """Honest until the file `when` is there; then gradients in one wrong direction a million times as long as they are,
     and at each round of state averaging parameters thirty times as large as ours."""
@@ -80,4 +94,4 @@ def send_large_numbers(when: Path) -> None:
     SwarmStateAverager._average_parameters = torch.no_grad()(average)
 
 
-ATTACKS = {"nan": send_nan, "weight": claim_weight, "state": average_large_parameters}
+ATTACKS = {"nan": send_nan, "weight": claim_weight, "state": average_large_parameters, "progress": claim_progress}

@@ -14,6 +14,7 @@ from benchmarks.netlab import enter
 from tests.attacks import ATTACKS
 from tests.peer_questions import Questions, membership
 from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
@@ -108,6 +109,7 @@ def main() -> None:
             max_mbps=settings.get("max_mbps"),
         ),
         params=list(model.parameters()),
+        **({"state_reduce": weighted_mean} if settings.get("trusts_means") else {}),
         optimizer=lambda params: FaultyLamb(
             params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=orders["damage"]
         ),

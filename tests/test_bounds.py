@@ -5,27 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from volunteer_kit.robust.bounds import NORM_BOUND, bound_norms, weighted_median
-
-
-@pytest.mark.parametrize(
-    "values, weights, median",
-    [
-        ([5.0], [1.0], 5.0),
-        ([3.0, 1.0, 2.0], [1.0, 1.0, 1.0], 2.0),
-        ([1.0, 2.0], [1.0, 1.0], 1.0),
-        ([1.0, 2.0, 9.0], [1.0, 1.0, 10.0], 9.0),  # who did most of the samples
-        ([1.0, 2.0, 9.0], [2.0, 1.0, 3.0], 2.0),
-        ([1.0, 2.0, 9.0], [0.0, 0.0, 1.0], 9.0),
-    ],
-)
-def test_the_weighted_median(values, weights, median):
-    assert weighted_median(values, weights) == median
-
-
-def test_of_nothing_there_is_no_median():
-    with pytest.raises(ValueError, match="no values"):
-        weighted_median([], [])
+from volunteer_kit.robust.bounds import NORM_BOUND, bound_norms
 
 
 def vectors(*norms: float) -> list[torch.Tensor]:

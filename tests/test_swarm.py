@@ -66,9 +66,28 @@ def test_a_dishonest_peer_costs_its_own_samples_only(tmp_path, attack, words):
             assert all(loss == loss and loss < 2 * losses[0] for loss in losses)
 
 
+def test_inflated_progress_does_not_end_epochs_early(tmp_path):
+    """It claims a whole batch at the beginning of every epoch; its device does as much as each of the others'."""
+    target = 256
+    with local_swarm(tmp_path) as swarm:
+        honest = [swarm.add(target_batch_size=target), swarm.add(target_batch_size=target)]
+        for peer in honest:
+            peer.wait_epoch(2, group_size=2)
+        liar = swarm.add(attack="progress", target_batch_size=target)
+        met = max(peer.wait_for(lambda e: e.get("group_size", 0) == 3)["epoch"] for peer in honest)
+        for peer in (*honest, liar):
+            peer.wait_epoch(met + 8)
+        samples: dict[int, int] = {}
+        for event in (e for peer in (*honest, liar) for e in peer.events if e["event"] == "epoch" and not e["failure"]):
+            samples[event["epoch"]] = samples.get(event["epoch"], 0) + event["samples"]
+        # by then its first rounds have told what its claims are worth
+        true = [samples[epoch] for epoch in range(met + 3, met + 9)]
+        assert min(true) >= 0.8 * target, true
+
+
 def test_poisoned_state_averaging_is_not_taken(tmp_path):
     """By the plain mean, so that the bound alone must hold it off."""
-    options = {"average_state_every": 1, "delay_optimizer_step": True}
+    options = {"average_state_every": 1, "delay_optimizer_step": True, "trusts_means": True}
     with local_swarm(tmp_path) as swarm:
         honest = [swarm.add(**options), swarm.add(**options)]
         for peer in honest:

@@ -11,19 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from volunteer_kit.robust.median import lower_median
+
 NORM_BOUND = 100.0  # times the median
 FEWEST = 3  # senders that gave something; of two nobody can say which one is too long
-
-
-def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The smallest of `values` that, with all smaller ones, has half of the weight. Raises ValueError without any."""
-    pairs = sorted(zip(values, weights, strict=True))
-    half, below = sum(weights) / 2, 0.0
-    for value, weight in pairs:
-        below += weight
-        if below >= half:
-            return value
-    raise ValueError("no values")
 
 
 def bound_norms(
@@ -41,7 +32,7 @@ def bound_norms(
     given = [(norm, weight) for norm, weight in zip(norms, weights, strict=True) if norm > 0 and weight > 0]
     if len(given) < FEWEST:
         return list(parts), []
-    limit = bound * weighted_median(*zip(*given, strict=True))
+    limit = bound * lower_median(*zip(*given, strict=True))
     too_long = [place for place, norm in enumerate(norms) if norm > limit]
     bounded = list(parts)
     for place in too_long:

@@ -39,7 +39,8 @@ class Among:
         account_of = session.peer.admission.account_of
         self._receipts = ReceiptWriter(board, bounds, session.board.fetch, account_of)
         self._speeds = Speeds(bounds, session.board.fetch, account_of)
-        optimizer.on_reduced, optimizer.speeds = self._receipts, self._speeds
+        optimizer.on_reduced = self._receipts
+        optimizer.believe_speeds(self._speeds)
 
     def close(self) -> None:
         self._receipts.close()

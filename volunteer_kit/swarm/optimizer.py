@@ -11,6 +11,7 @@ from typing import Any
 from hivemind.averaging.control import AveragingStage, StepControl
 
 from volunteer_kit.robust.mean import weighted_mean
+from volunteer_kit.robust.median import coordinate_median
 from volunteer_kit.swarm.allreduce import Reduce
 from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
@@ -42,7 +43,8 @@ class SwarmOptimizer(VerifyingOptimizer):
         real step with zero gradients to create it)
     :param scheduler: optimizer -> scheduler, stepped once an epoch
     :param reduce: seam: the reduction rule
-    :param state_reduce: that of rounds in which parameters are averaged
+    :param state_reduce: that of rounds in which parameters are averaged, where a mean would carry everybody some of the
+        way to a liar
     """
 
     _attends = False  # trains nothing
@@ -59,7 +61,7 @@ class SwarmOptimizer(VerifyingOptimizer):
         optimizer: Callable,
         scheduler: Callable | None = None,
         reduce: Reduce = weighted_mean,
-        state_reduce: Reduce = weighted_mean,
+        state_reduce: Reduce = coordinate_median,
     ):
         self.options = options
         self.reports: deque[StepReport] = deque(maxlen=1000)  # of global steps not yet taken by the trainer
@@ -274,6 +276,7 @@ class SwarmOptimizer(VerifyingOptimizer):
             "names": self.grad_averager.names,
             "told": self.state_averager.told,
             "started": time.perf_counter(),
+            "weight": self.grad_averager.local_weight_accumulated,
             "num_peers": self.tracker.global_progress.num_peers,
         }
         if report["num_peers"] > 1 and self.on_round is not None:
@@ -281,6 +284,11 @@ class SwarmOptimizer(VerifyingOptimizer):
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:
             self._finish_report(report, Round(), None)
+
+    def believe_speeds(self, speeds: Speeds) -> None:
+        """From now on nobody's weight and progress are believed beyond what its device can have done."""
+        self.speeds = speeds
+        self.tracker.speed_limit = lambda peer, seconds: speeds.samples_within(seconds).of(peer)
 
     def _limit_weights(self) -> None:
         """Nobody can have more samples than its device does between two rounds; others may have begun the last one a
@@ -315,6 +323,8 @@ class SwarmOptimizer(VerifyingOptimizer):
                 if outcome.verdicts is not None and not outcome.verdicts.trusted:
                     failure = failure or ON_PROBATION
         self.state_averager.round_name = outcome.name
+        if outcome.group:
+            self._settle_claims(report, outcome)
         if outcome.group and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
         if self._attends and not outcome.group:
@@ -322,6 +332,13 @@ class SwarmOptimizer(VerifyingOptimizer):
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure)
+
+    def _settle_claims(self, report: dict[str, Any], outcome: Round) -> None:
+        """What others claimed of this epoch beside what they weighed; in samples, though a weight may be of other
+        things: ours tells how many of them a sample has."""
+        own = report["weight"] / report["samples"] if report["samples"] and report["weight"] else 1.0
+        weights = {peer: weight / own for peer, weight in outcome.weights.items()}
+        self.tracker.settle_round(report["epoch"] - 1, outcome.group, weights)
 
     def _make_no_step(self) -> None:
         """Who trains nothing and met nobody has no gradients; zeros would still turn the model by their momentum."""

@@ -11,8 +11,10 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from hivemind.dht import DHT
@@ -24,12 +26,15 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.logging import get_logger
 from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr
 
+from volunteer_kit.swarm.believed_progress import Claims, believed_samples
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.identity import peer_id_of_owner
 
 logger = get_logger(__name__)
 MAX_PEERS = 10_000
 MAX_EPOCH = 2**31
+PACE = 0.8  # of the median of the last epochs' durations
+DURATIONS = 9  # epochs that it is the median of
 LATE = 5.0  # s without a word; clocks may differ by 3
 
 
@@ -153,11 +158,24 @@ def believed_epoch(claims: Iterable[tuple[int, Hashable]], own_epoch: int, max_a
     """
     claims = sorted(claims, key=lambda claim: -claim[0])
     for i, (epoch, account) in enumerate(claims):
-        confirmed = any(epoch - other <= 1 and by != account for other, by in claims[i + 1 :])
+        confirmed = any(epoch - other <= 1 and other > own_epoch and by != account for other, by in claims[i + 1 :])
         only_witness = len(claims) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
         if epoch <= own_epoch + max_advance or confirmed or only_witness:
             return max(own_epoch, epoch)
     return own_epoch
+
+
+def epochs_ahead(seconds: float, durations: Sequence[float], min_epoch_seconds: float) -> int:
+    """How far ahead of us one account alone can be believed to be, `seconds` after our epoch began.
+
+    One that claims the next epoch makes everybody end theirs at once, with the samples of a moment. Two accounts are
+    believed as soon as they say it, and one alone when the epoch has lasted PACE of what the last ones did.
+
+    :param durations: s, of the last epochs; while none is known the shortest that a run can have
+    """
+    if not durations:
+        return 2 + int(seconds / min_epoch_seconds)
+    return int(seconds / max(min_epoch_seconds, PACE * median(durations)))
 
 
 class PacedEvent(threading.Event):
@@ -180,6 +198,9 @@ class PacedEvent(threading.Event):
 
 class SwarmProgressTracker(ProgressTracker):
     """hivemind's tracker, believing only what can be true. `claims_dropped` counts the rest.
+
+    Samples count as far as their claimant's device and its earlier claims make them believable; and an epoch that one
+    account alone says has begun, when nearly as much time has passed as the last ones took.
 
     hivemind signs and stores a record after every microbatch, 20 a second on a small model; here one a
     `report_period`, and at once when the epoch changes. Between two the others extrapolate by speed.
@@ -206,6 +227,10 @@ class SwarmProgressTracker(ProgressTracker):
         self._attends = False  # trains nothing
         self._trained = -math.inf  # the last epoch that samples of ours are of
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
+        self._saw_it_begin = False  # that epoch
+        self._durations: deque[float] = deque(maxlen=DURATIONS)  # s, of the last epochs that we saw begin and end
+        self.claims = Claims()
+        self.speed_limit: Callable[[PeerID, float], float | None] = lambda peer, seconds: None
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
         if start:
@@ -259,6 +284,40 @@ class SwarmProgressTracker(ProgressTracker):
         self.global_state_updated.set()  # wakes the fetcher, which then finds that it is time
         self.fetched_global_progress_this_epoch.wait(timeout)
 
+    def _note_own_epoch(self) -> None:
+        epoch, since = self._own_epoch
+        if self.local_progress.epoch == epoch:
+            return
+        follows = self.local_progress.epoch == epoch + 1
+        if follows and self._saw_it_begin:
+            self._durations.append(time.monotonic() - since)
+        self._own_epoch, self._saw_it_begin = (self.local_progress.epoch, time.monotonic()), follows
+
+    def _as_believed(self, claim: LocalTrainingProgress, epoch: int, now: float) -> LocalTrainingProgress:
+        """Another's claim with as many samples, and as much speed, as is believed. One that is ahead of the swarm's
+        `epoch` by itself is a peer that is here, and no more: hivemind takes it so from a client."""
+        peer, (own_epoch, since) = PeerID(claim.peer_id), self._own_epoch
+        if peer == self.dht.peer_id:
+            return claim
+        since_then = claim.samples_per_second * max(0.0, now - claim.time)  # as hivemind adds it
+        self.claims.note(peer, claim.epoch, claim.samples_accumulated, claim.samples_accumulated + since_then)
+        share, limit = self.claims.share(peer), None
+        if claim.epoch == own_epoch and self._saw_it_begin:
+            limit = self.speed_limit(peer, time.monotonic() - since)
+        speed = share * claim.samples_per_second
+        samples = believed_samples(claim.samples_accumulated, share, limit)
+        if limit is not None:  # hivemind adds what it has done since by its speed
+            speed = min(speed, max(0.0, limit - samples) / max(1.0, now - claim.time))
+        believed = {"samples_accumulated": int(samples), "samples_per_second": float(speed)}
+        return claim.copy(update={**believed, "client_mode": claim.client_mode or claim.epoch > epoch})
+
+    def settle_round(self, epoch: int, group: Iterable[PeerID], weights: Mapping[PeerID, float]) -> None:
+        """What the claims of `epoch` were worth in its round.
+
+        :param weights: in samples, of those whose parts entered our slice
+        """
+        self.claims.settle(epoch, frozenset(group), weights, self.target_batch_size)
+
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         if not isinstance(metadata, dict):
             metadata = {}
@@ -269,10 +328,10 @@ class SwarmProgressTracker(ProgressTracker):
                 kept[subkey] = (claim, value.expiration_time)
             elif isinstance(value, ValueWithExpiration) and value.value is not None:
                 self.claims_dropped += 1
-        if self.local_progress.epoch != self._own_epoch[0]:
-            self._own_epoch = (self.local_progress.epoch, time.monotonic())
+        self._note_own_epoch()
         own_epoch, since = self._own_epoch
-        max_advance = 2 + int((time.monotonic() - since) / self.limits.min_epoch_seconds)
+        possible = epochs_ahead(time.monotonic() - since, (), self.limits.min_epoch_seconds)
+        max_advance = epochs_ahead(time.monotonic() - since, self._durations, self.limits.min_epoch_seconds)
         others = [
             (c.epoch, self._account_of(c.peer_id))
             for c, _ in kept.values()
@@ -281,10 +340,18 @@ class SwarmProgressTracker(ProgressTracker):
         self.highest_claim = max((epoch for epoch, _ in others), default=0)
         believed = believed_epoch(others, own_epoch, max_advance)
         # a peer in client mode does not make the epoch, but may be the first to begin the next one
-        trusted = {key: kept[key] for key in kept if kept[key][0].epoch <= believed + kept[key][0].client_mode}
+        here = own_epoch + possible if self._durations else believed
+        trusted = {
+            key: (claim, expiration)
+            for key, (claim, expiration) in kept.items()
+            if claim.epoch <= max(believed + claim.client_mode, here)
+        }
         self.claims_dropped += len(kept) - len(trusted)
         progress = super()._parse_swarm_progress_data(
-            {subkey: ValueWithExpiration(claim.dict(), expiration) for subkey, (claim, expiration) in trusted.items()}
+            {
+                subkey: ValueWithExpiration(self._as_believed(claim, believed, now).dict(), expiration)
+                for subkey, (claim, expiration) in trusted.items()
+            }
         )
         behind = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch < own_epoch]
         self.behind = frozenset(PeerID(c.peer_id) for c in behind)

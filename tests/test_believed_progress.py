@@ -1,0 +1,184 @@
+"""How much of others' claims counts towards the end of an epoch, and how far ahead one account alone can be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hivemind.p2p import PeerID
+
+from tests.somebody import Somebody, entry
+from volunteer_kit.swarm.believed_progress import Claims, Worth, believed_samples
+from volunteer_kit.swarm.records import PACE, Limits, SwarmProgressTracker, epochs_ahead
+
+A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
+
+
+def worth_of(*epochs: tuple[float, float]) -> Worth:
+    worth = Worth()
+    for claimed, delivered in epochs:
+        worth = worth.after(claimed, delivered)
+    return worth
+
+
+HONEST, MISSED, LIE = (80.0, 80.0), (80.0, 0.0), (256.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    "epochs, low, high, why",
+    [
+        ([], 1.0, 1.0, "a newcomer"),
+        ([HONEST] * 5, 1.0, 1.0, "who keeps its word"),
+        ([(80.0, 96.0)] * 5, 1.0, 1.0, "a microbatch more than it had told"),
+        ([(80.0, 41.0)] * 5, 1.0, 1.0, "no more than twice"),
+        ([(80.0, 39.0)] * 5, 0.48, 0.49, "more than twice: at most that share"),
+        ([LIE], 8 / 256, 8 / 256, "at once, by its first round"),
+        ([HONEST] * 50 + [LIE], 8 / 256, 8 / 256, "whatever it was before"),
+        ([LIE, HONEST, HONEST], 0.0, 0.5, "two honest epochs do not make up for it"),
+        ([LIE] + [HONEST] * 12, 1.0, 1.0, "but it is forgiven"),
+        ([(8.0, 256.0)] * 9 + [LIE], 0.0, 0.2, "who delivered more than it claimed has earned nothing by it"),
+        ([HONEST] * 5 + [MISSED], 1.0, 1.0, "one round missed"),
+        ([MISSED, HONEST], 1.0, 1.0, "its first round missed"),
+        ([HONEST] * 5 + [MISSED] * 8, 0.0, 0.45, "many"),
+        ([MISSED] * 3, 0.0, 0.0, "who never comes"),
+    ],
+)
+def test_what_a_claim_is_worth(epochs, low, high, why):
+    assert low <= worth_of(*epochs).share <= high, why
+
+
+@pytest.mark.parametrize(
+    "claimed, share, limit, believed",
+    [(100, 1.0, None, 100), (100, 0.1, None, 10), (100, 1.0, 30.0, 30), (100, 0.1, 30.0, 10), (0, 1.0, 30.0, 0)],
+)
+def test_believed_samples(claimed, share, limit, believed):
+    assert believed_samples(claimed, share, limit) == believed
+
+
+@pytest.mark.parametrize(
+    "seconds, durations, ahead, why",
+    [
+        (0.0, [], 2, "nothing is known yet"),
+        (1.0, [], 7, "as many as a run can do"),
+        (5.0, [10.0] * 9, 0, "nobody can have ended an epoch in half of its time alone"),
+        (PACE * 10.0 + 0.1, [10.0] * 9, 1, "about now"),
+        (35.0, [10.0] * 9, 4, "we slept"),
+        (5.0, [10.0, 10.0, 1.0, 1.0, 1.0], 6, "the median: epochs have become shorter"),
+        (0.1, [0.001] * 9, 0, "no shorter than a run can do"),
+    ],
+)
+def test_how_far_ahead_one_account_can_be(seconds, durations, ahead, why):
+    assert epochs_ahead(seconds, durations, 0.2) == ahead, why
+
+
+# --- a round, and what was claimed of its epoch ---
+
+
+def claims_of(**said: tuple[int, float, float]) -> Claims:
+    claims = Claims()
+    for name, words in said.items():
+        claims.note({"a": A, "b": B, "c": C, "d": D}[name], *words)
+    return claims
+
+
+def test_a_round_tells_what_claims_were_worth():
+    claims = claims_of(a=(5, 80, 88.0), b=(5, 256, 256.0), c=(5, 10, 5000.0), d=(4, 80, 88.0))
+    claims.note(B, 5, 3, 3.0)  # its last word is not what counted
+    claims.settle(5, [A, B, C, D], {A: 80.0, B: 8.0, C: 8.0}, target=256)
+    assert claims.share(A) == 1.0
+    assert claims.share(B) == pytest.approx(8 / 256)
+    assert claims.share(C) == pytest.approx(8 / 2048), "claimed by speed"
+    assert claims.share(D) == 1.0, "it was at another epoch"
+
+
+def test_to_be_expected_more_of_is_no_lie():
+    """Its round began before ours: it trained no more, and we took it that it did."""
+    claims = claims_of(a=(5, 40, 75.0), b=(5, 80, 80.0))
+    claims.settle(5, [A, B], {A: 40.0, B: 80.0}, target=256)
+    assert claims.share(A) == claims.share(B) == 1.0
+
+
+def test_who_claimed_and_did_not_come_delivered_nothing():
+    claims = claims_of(a=(5, 80, 80.0), b=(5, 80, 80.0), c=(5, 256, 256.0))
+    claims.settle(5, [A, B], {A: 80.0, B: 80.0}, target=256)
+    assert (claims.share(A), claims.share(B), claims.share(C)) == (1.0, 1.0, 0.0)
+
+
+def test_who_is_apart_from_most_judges_nobody():
+    claims = claims_of(a=(5, 80, 80.0), b=(5, 80, 80.0), c=(5, 80, 80.0))
+    claims.settle(5, [A], {A: 80.0}, target=256)
+    assert claims.share(B) == claims.share(C) == 1.0
+
+
+def test_who_reduced_nothing_judges_nobody():
+    claims = claims_of(a=(5, 80, 80.0))
+    claims.settle(5, [A], {}, target=256)
+    assert claims.share(A) == 1.0
+
+
+# --- the tracker ---
+
+
+@pytest.fixture(scope="module")
+def people():
+    return [Somebody() for _ in range(3)]
+
+
+@pytest.fixture
+def tracker(peer, request):
+    tracker = SwarmProgressTracker(
+        peer.dht, f"p_{abs(hash(request.node.name))}", 256, limits=Limits(256, 10_000.0), start=False
+    )
+    for epoch in (2, 3):
+        tracker.report_local_progress(local_epoch=epoch, samples_accumulated=20)
+        tracker._note_own_epoch()
+    return tracker
+
+
+def read(tracker, *claims):
+    return tracker._parse_swarm_progress_data({somebody.subkey: entry(words) for somebody, words in claims})
+
+
+def test_a_claim_counts_as_far_as_its_device_allows(tracker, people):
+    honest, liar = people[:2]
+    claims = (honest, honest.claims(samples_accumulated=50)), (liar, liar.claims(samples_accumulated=256))
+    assert read(tracker, *claims).samples_accumulated >= 256
+    tracker.speed_limit = lambda peer, seconds: {liar.peer_id: 16.0}.get(peer)
+    assert 50 <= read(tracker, *claims).samples_accumulated < 100
+
+
+def test_nor_is_a_speed_believed_that_its_device_does_not_have(tracker, people):
+    liar = people[0]
+    claim = liar.claims(samples_accumulated=1, samples_per_second=9000.0)
+    now = time.time()
+    assert read(tracker, (liar, claim)).eta_next_epoch - now < 1.0
+    tracker.speed_limit = lambda peer, seconds: 16.0
+    assert read(tracker, (liar, claim)).eta_next_epoch - now > 5.0
+
+
+def test_while_it_is_not_known_when_the_epoch_began_nobody_is_cut(peer, people):
+    newcomer = SwarmProgressTracker(peer.dht, "newcomer", 256, limits=Limits(256), start=False)
+    newcomer.report_local_progress(local_epoch=3, samples_accumulated=20)
+    newcomer.speed_limit = lambda peer, seconds: 16.0
+    assert read(newcomer, (people[0], people[0].claims(samples_accumulated=200))).samples_accumulated >= 200
+
+
+def test_whose_claims_were_worth_little_counts_for_little(tracker, people):
+    honest, liar = people[:2]
+    claims = (honest, honest.claims(samples_accumulated=50)), (liar, liar.claims(samples_accumulated=256))
+    read(tracker, *claims)
+    tracker.settle_round(3, [honest.peer_id, liar.peer_id], {honest.peer_id: 50.0, liar.peer_id: 8.0})
+    assert 50 <= read(tracker, *claims).samples_accumulated < 90
+
+
+def test_one_account_that_is_ahead_is_counted_and_not_followed_yet(tracker, people):
+    """Everybody would end the epoch at once, with what a moment has brought."""
+    honest, second, liar = people
+    tracker._durations.extend([60.0] * 5)
+    ahead = liar, liar.claims(epoch=4, samples_accumulated=256)
+    progress = read(tracker, ahead, (honest, honest.claims(samples_accumulated=50)))
+    assert progress.epoch == 3 and progress.num_peers == 3 and progress.samples_accumulated < 100
+    progress = read(tracker, ahead, (second, second.claims(epoch=4)))
+    assert progress.epoch == 4, "two say so"
+    tracker._own_epoch = (3, time.monotonic() - PACE * 60.0 - 1)
+    assert read(tracker, ahead, (honest, honest.claims())).epoch == 4, "it is about time"

@@ -1,0 +1,103 @@
+"""How much of what peers say they have accumulated counts: the swarm steps when their claims add up to a batch.
+
+A claim costs nothing, so one liar could make every epoch end after its first microbatch. Two things are known of a
+claimant: what its device can have done since the epoch began (believed_speed.py), and what its claims were worth in the
+rounds before, where they had to become weights.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from hivemind.p2p import PeerID
+
+INFLATION = 2.0  # times what it weighed, that a claim may be: a microbatch that came too late, a round that was missed
+DECAY = 0.9  # of what was before, an epoch: of a lie of ten batches half is remembered seven epochs later
+FORGIVEN = 0.1  # of its claims, for each epoch in which it kept its word
+MOST = 8.0  # target batches that a claim by speed is remembered as
+MAX_PEERS = 10_000
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a peer claimed in the last epochs, and what of it there was, in samples; and what share is believed since
+    it came into a round with less than half of its claim."""
+
+    claimed: float = 0.0
+    delivered: float = 0.0
+    caught: float = 1.0
+
+    def after(self, claimed: float, delivered: float, expected: float = 0.0) -> Worth:
+        """With one epoch more. Who delivers more than it claimed earns nothing for later lies.
+
+        Nothing delivered is a round that was missed, which happens; a part of the claim is a lie.
+
+        :param expected: samples that it was taken to have at last, by what it claimed and how fast it said to be; it
+            can be more than honest claims without a lie, when the others' round begins before ours
+        """
+        lied = 0 < INFLATION * delivered < claimed
+        caught = min(self.caught, delivered / claimed) if lied else min(1.0, self.caught + FORGIVEN * (delivered > 0))
+        most = max(claimed, expected)
+        return Worth(DECAY * self.claimed + most, DECAY * self.delivered + min(delivered, most), caught)
+
+    @property
+    def share(self) -> float:
+        """Of its claims that is believed: all, unless they were more than twice what came of them."""
+        if self.claimed <= INFLATION * self.delivered:
+            return self.caught
+        return min(self.caught, self.delivered / self.claimed)
+
+
+def believed_samples(claimed: float, share: float, limit: float | None) -> float:
+    """:param limit: what its device can have done since the epoch began; None: not known"""
+    believed = share * claimed
+    return believed if limit is None else min(believed, limit)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The most that a peer said of one epoch."""
+
+    epoch: int
+    samples: float
+    expected: float  # with those since, by its speed
+
+    def with_more(self, samples: float, expected: float) -> Claim:
+        return Claim(self.epoch, max(self.samples, samples), max(self.expected, expected))
+
+
+class Claims:
+    """What peers claimed, and what it was worth. One thread notes claims, another settles rounds."""
+
+    def __init__(self):
+        self._last: OrderedDict[PeerID, Claim] = OrderedDict()
+        self._worth: dict[PeerID, Worth] = {}
+
+    def share(self, peer: PeerID) -> float:
+        return self._worth.get(peer, Worth()).share
+
+    def note(self, peer: PeerID, epoch: int, samples: float, expected: float) -> None:
+        last = self._last.get(peer)
+        fresh = Claim(epoch, samples, expected)
+        self._last[peer] = last.with_more(samples, expected) if last is not None and last.epoch == epoch else fresh
+        self._last.move_to_end(peer)
+        while len(self._last) > MAX_PEERS:
+            gone, _ = self._last.popitem(last=False)
+            self._worth.pop(gone, None)
+
+    def settle(self, epoch: int, group: Collection[PeerID], weights: Mapping[PeerID, float], target: float) -> None:
+        """A round of `epoch` is over: what became of the claims?
+
+        Who claimed and did not come delivered nothing; unless most did not come, for then it is we who are apart.
+
+        :param weights: samples of those whose parts entered our slice; empty: we reduced nothing, and know nothing
+        :param target: samples of an epoch
+        """
+        claims = {peer: claim for peer, claim in list(self._last.items()) if claim.epoch == epoch}
+        if not weights or 2 * len(claims.keys() & set(group)) < len(claims):
+            return
+        for peer, claim in claims.items():
+            worth, expected = self._worth.get(peer, Worth()), min(claim.expected, MOST * target)
+            self._worth[peer] = worth.after(claim.samples, weights.get(peer, 0.0), expected)
