@@ -182,3 +182,13 @@ def test_one_account_that_is_ahead_is_counted_and_not_followed_yet(tracker, peop
     assert progress.epoch == 4, "two say so"
     tracker._own_epoch = (3, time.monotonic() - PACE * 60.0 - 1)
     assert read(tracker, ahead, (honest, honest.claims())).epoch == 4, "it is about time"
+
+
+def test_who_has_just_come_is_taken_to_be_as_fast_as_the_others(tracker, people):
+    """Whatever it says, and at whatever epoch: its speed alone would end the epoch."""
+    honest, second, liar = people
+    claims = [(one, one.claims(samples_accumulated=50, samples_per_second=5.0)) for one in (honest, second)]
+    read(tracker, *claims)
+    tracker.settle_round(3, [honest.peer_id, second.peer_id], {honest.peer_id: 50.0, second.peer_id: 50.0})
+    claims.append((liar, liar.claims(epoch=2, samples_per_second=9000.0)))
+    assert read(tracker, *claims).eta_next_epoch - time.time() > 5.0

@@ -78,6 +78,10 @@ class Claims:
     def share(self, peer: PeerID) -> float:
         return self._worth.get(peer, Worth()).share
 
+    def is_new(self, peer: PeerID) -> bool:
+        """Others have been in rounds with us, and this one has not."""
+        return bool(self._worth) and peer not in self._worth
+
     def note(self, peer: PeerID, epoch: int, samples: float, expected: float) -> None:
         last = self._last.get(peer)
         fresh = Claim(epoch, samples, expected)

@@ -229,7 +229,7 @@ class SwarmProgressTracker(ProgressTracker):
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
         self._saw_it_begin = False  # that epoch
         self._durations: deque[float] = deque(maxlen=DURATIONS)  # s, of the last epochs that we saw begin and end
-        self.claims = Claims()
+        self.claims, self._typical_speed = Claims(), math.inf
         self.speed_limit: Callable[[PeerID, float], float | None] = lambda peer, seconds: None
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
@@ -305,6 +305,8 @@ class SwarmProgressTracker(ProgressTracker):
         if claim.epoch == own_epoch and self._saw_it_begin:
             limit = self.speed_limit(peer, time.monotonic() - since)
         speed = share * claim.samples_per_second
+        if self.claims.is_new(peer):  # hivemind counts on the speed of who is at another epoch, too
+            speed = min(speed, self._typical_speed)
         samples = believed_samples(claim.samples_accumulated, share, limit)
         if limit is not None:  # hivemind adds what it has done since by its speed
             speed = min(speed, max(0.0, limit - samples) / max(1.0, now - claim.time))
@@ -347,6 +349,8 @@ class SwarmProgressTracker(ProgressTracker):
             if claim.epoch <= max(believed + claim.client_mode, here)
         }
         self.claims_dropped += len(kept) - len(trusted)
+        speeds = sorted(claim.samples_per_second for claim, _ in trusted.values())
+        self._typical_speed = speeds[(len(speeds) - 1) // 2] if speeds else math.inf
         progress = super()._parse_swarm_progress_data(
             {
                 subkey: ValueWithExpiration(self._as_believed(claim, believed, now).dict(), expiration)
