@@ -1,4 +1,4 @@
-"""What protects a run against members that cheat, and which settings go together: one table, for hosts and for RunConfig.
+"""What protects a run from members that cheat, and which settings go together: one table, for hosts and RunConfig.
 
 Three defences, of which each needs the one before it:
 - bounds: non-finite parts are refused, weights and norms bounded (swarm/allreduce.py);

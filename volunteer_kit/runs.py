@@ -23,8 +23,8 @@ from volunteer_kit.data.stream import SampleStream, open_stream
 from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
 from volunteer_kit.model.transformers_model import TransformersConfig, build_transformers, shapes_of
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
-from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
 from volunteer_kit.run_guarantees import why_not_verified
+from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
 from volunteer_kit.run_sections import AuthorityConfig, SwarmConfig, VerificationConfig
 from volunteer_kit.run_tokenizers import (
     build_stream_tokenizers,

@@ -21,7 +21,7 @@ import torch
 from .ahead import ReadAhead
 from .blocks import Cache
 from .encoding import EncodeImages, Encoder, Sample
-from .errors import DataError
+from .errors import DataError, NoSuchSample
 from .leases import Lease, Leases, LocalLeases
 from .settings import DataConfig
 from .source import SampleName, ShardError, Source
@@ -135,18 +135,20 @@ class SampleStream:
             next(samples)
 
     def fetch(self, names: Sequence[SampleName]) -> Batch:
-        """Samples by their names, whoever read them first. Raises DataError for one that is not there or not
-        usable."""
+        """Samples by their names, whoever read them first. Raises NoSuchSample for one that is not there or not
+        usable, DataError for what cannot be read now."""
         samples, give_up_at = [], time.monotonic() + self._config.patience
         for name in names:
             try:
                 shard = self.source.shards[name.shard]
                 raw = next(self.source.read(shard, name.index, name.index + 1, give_up_at), None)
-            except (IndexError, ShardError) as error:
+            except IndexError:
+                raise NoSuchSample(f"There is no sample {name} in this data.") from None
+            except ShardError as error:
                 raise DataError(f"The sample {name} cannot be read: {error}.") from None
             coded, _ = self._encoder.code([raw], [0]) if raw is not None else ([], None)
             if not coded:
-                raise DataError(f"There is no usable sample {name} in this data.")
+                raise NoSuchSample(f"There is no usable sample {name} in this data.")
             samples.append(self._encoder.sample(name.epoch, name.shard, coded[0]))
         return _batch(samples, {}, None)
 

@@ -30,6 +30,7 @@ from volunteer_kit.session.same_run import check_same_run
 from volunteer_kit.session.tally import Tally
 from volunteer_kit.session.tell import Tell
 from volunteer_kit.session.trust import Among
+from volunteer_kit.session.verification import Verification
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
@@ -75,6 +76,7 @@ class Session:
         self.peer: Peer | None = None
         self.membership: Membership | None = None
         self.among: Among | None = None
+        self.verification: Verification | None = None
         self.optimizer: SwarmOptimizer | None = None
         self.run: RunConfig = load_run(spec.run)
         self.model = build_model(self.run)
@@ -131,6 +133,8 @@ class Session:
         )
         if self.membership.trust is not None:
             self.among = Among(self)
+        if run.verification is not None:
+            self.verification = Verification(self, groups)
         self.optimizer.on_round = lambda num_peers: self.emit("averaging", num_peers=num_peers)
 
     def _check_same_run(self) -> None:
@@ -282,6 +286,8 @@ class Session:
             self.lookout.close()
         if self.among is not None:
             self.among.close()
+        if self.verification is not None:
+            self.verification.close()
         if self.optimizer is not None:
             self.board.publish(None)
             self.optimizer.shutdown()

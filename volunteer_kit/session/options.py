@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from volunteer_kit.device import Workload
-from volunteer_kit.robust.rules import rule
 from volunteer_kit.robust.standing import Settings
 from volunteer_kit.runs import RunConfig, run_key_of
 from volunteer_kit.swarm.codec import make_codec

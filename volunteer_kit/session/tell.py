@@ -79,6 +79,9 @@ class Tell(Callback):
         if report.uncertain and report.failure:
             how = "was taken alone, for the others were not reached; its samples count once they go on from it"
             self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
+        elif report.on_probation:
+            how = f"This machine's samples of step {report.epoch} do not count yet: {report.failure}."
+            self.session.emit("warning", kind="verification", message=how)
         elif report.failure or report.apart:
             how = "Out of step with the others for a moment: this machine takes their model and goes on."
             self.session.emit("warning", kind="round", message=how)

@@ -378,6 +378,7 @@ class SwarmOptimizer(VerifyingOptimizer):
                 refused=outcome.refused,
                 remarks={**outcome.remarks, **self.state_averager.take_remarks()},
                 failure=failure,
+                on_probation=failure == ON_PROBATION,
                 apart=self._follow.why if self._follow is not None else None,
                 uncertain=uncertain,
                 kept_until=self.uncertain_steps.kept_until(),

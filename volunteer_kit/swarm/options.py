@@ -97,6 +97,7 @@ class StepReport:
     `samples`: this peer's own that were in it; `names`: what they are called; `failure`: why no round of averaging took
     them in, None if one did or nobody was in sight; `uncertain`: not known yet whether the others have this step; of
     all such steps a later report tells that the swarm goes on from those up to `kept_until`, and the rest is lost;
+    `on_probation`: they are computed again by others before they count;
     `apart`: why our state is not the others', who is being followed, None if it is theirs; `remarks`: peer id -> what
     is held against it, though it took part.
     """
@@ -115,6 +116,7 @@ class StepReport:
     uncertain: bool = False
     kept_until: int | None = None
     remarks: dict[str, str] = field(default_factory=dict)
+    on_probation: bool = False
 
     @property
     def counted(self) -> int:

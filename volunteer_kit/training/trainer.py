@@ -134,7 +134,7 @@ class Trainer:
             self.optimizer.zero_grad()
             try:
                 if self.compute_gradients is None:
-                    with self._autocast():
+                    with self.autocast():
                         loss = self.compute_loss(self.model, batch)
                     (loss * self.loss_scale.value).backward()
                 else:
@@ -153,7 +153,8 @@ class Trainer:
         while not should_stop():
             yield self.next_batch(self.tuning.prepare(self.model).batch_size)
 
-    def _autocast(self):
+    def autocast(self):
+        """Of forward and loss, in this machine's precision."""
         if self.precision == "fp32":
             return nullcontext()
         device = next(self.model.parameters()).device
