@@ -149,11 +149,11 @@ def _places(value: Any) -> frozenset[int]:
     return frozenset(_count(place) for place in _list(value, MAX_MEMBERS))
 
 
-def _name(value: Any) -> Any:
+def _name(value: Any, depth: int = 2) -> Any:
     """Of a sample: an integer, a text, or a short list of them."""
     if type(value) is int or (isinstance(value, str) and len(value) <= MAX_NAME):
         return value
-    return tuple(_name(part) for part in _list(value, 8))
+    return tuple(_name(part, depth - 1) for part in _list(value, 8 if depth else -1))
 
 
 # --- envelopes ---

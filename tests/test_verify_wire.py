@@ -1,0 +1,143 @@
+"""Messages of verified rounds: what goes out comes in, and what strangers send is refused in one way."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hivemind.p2p import PeerID
+from hivemind.utils.crypto import RSAPrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volunteer_kit.auth.access_token import peer_id_of_key
+from volunteer_kit.robust.messages import Accusation, Commit, Report, Reveal, Samples, Statement, Vote
+from volunteer_kit.swarm.verify_wire import COMMIT, REVEAL, STATEMENT, Seals, pack, seal, unpack
+
+KEY, OTHER = RSAPrivateKey(), RSAPrivateKey()
+ROUND = b"r" * 32
+
+
+def peer_of(key: RSAPrivateKey) -> PeerID:
+    return PeerID(peer_id_of_key(key.get_public_key().to_bytes()))
+
+
+NEWS = (
+    Report(ROUND, 3, 1, np.array([0.5, -2.0, 1e300, 0.0, 1.0, 2.0, 3.0, 4.0])),
+    Accusation(ROUND, 2, 17),
+    Vote(ROUND, 4, "gradient", True, 1.97, frozenset({1, 5})),
+    Vote(ROUND, 4, "statement", False, 0.0, frozenset(), 2),
+)
+COMMITS = (
+    Commit(256.0, b"s" * 16, b"12345678" * 3, b"n" * 16, frozenset({1}), frozenset(), NEWS),
+    Commit(0.0, b"", b"", b"n" * 16, None, frozenset({2})),
+)
+MESSAGES = [
+    *((COMMIT, commit) for commit in COMMITS),
+    (REVEAL, Reveal(b"n" * 16, (b"", b"a" * 16), (0, 7))),
+    (STATEMENT, Statement(b"z" * 32, np.ones((3, 10), np.float32), frozenset({0, 1}))),
+    (
+        STATEMENT,
+        Statement(b"z" * 32, np.zeros((0, 10), np.float32), frozenset(), Samples(((0, 12, 5), 7, ("a", (1, 2))), 1, 2)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("stage", "message"), MESSAGES)
+def test_what_goes_out_comes_in(stage, message):
+    words = msgpack.unpackb(msgpack.packb(pack(message), use_bin_type=True), raw=False)
+    back = unpack(stage, words)
+    assert repr(back) == repr(message)  # arrays have no equality of one bool
+    if isinstance(message, Statement) and message.opening is not None:
+        assert back.opening.digest() == message.opening.digest()
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats()
+    | st.binary(max_size=40)
+    | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=8),
+    max_leaves=20,
+)
+
+
+@given(st.sampled_from([COMMIT, REVEAL, STATEMENT]), ANYTHING)
+def test_anything_else_is_one_error(stage, words):
+    try:
+        unpack(stage, words)
+    except ValueError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, float("nan")),
+        (0, -1.0),
+        (0, 1e300),
+        (0, 5),
+        (1, b"x" * 17),
+        (2, b"123"),
+        (3, b"x" * 99),
+        (4, [-1]),
+        (4, ["a"]),
+        (4, 3),
+        (6, [["vote", ROUND, 1, "murder", True, 0.0, [], -1]]),
+        (6, [["vote", ROUND, 1, "gradient", 1, 0.0, [], -1]]),
+        (6, [["report", ROUND, 1, 0, b"123"]]),
+        (6, [["other", ROUND, 1]]),
+        (6, [[]]),
+        (6, 1),
+    ],
+)
+def test_a_commitment_that_cannot_be_one_is_refused(place, value):
+    words = pack(COMMITS[0])
+    words[place] = value
+    with pytest.raises(ValueError):
+        unpack(COMMIT, words)
+
+
+@pytest.mark.parametrize("shape", [[3, 9], [2**20, 10], [3, 100], [3], [-1, 10]])
+def test_a_statement_of_another_shape_is_refused(shape):
+    words = pack(Statement(b"z", np.ones((3, 10), np.float32)))
+    words[1] = shape
+    with pytest.raises(ValueError):
+        unpack(STATEMENT, words)
+
+
+def test_only_who_signed_it_said_it():
+    seals, commit = Seals(ROUND), COMMITS[0]
+    envelope = seal(KEY, ROUND, COMMIT, commit)
+    assert seals.open(envelope, COMMIT)[0] == peer_of(KEY)
+    with pytest.raises(ValueError, match="another member's key"):
+        seals.open(envelope, COMMIT, peer_of(OTHER))
+    with pytest.raises(ValueError, match="another round or stage"):
+        seals.open(envelope, REVEAL)
+    with pytest.raises(ValueError, match="another round or stage"):
+        Seals(b"other").open(envelope, COMMIT)
+    body, signature, key = msgpack.unpackb(envelope, raw=False)
+    forged = msgpack.packb([body[:-1] + b"\x01", signature, key], use_bin_type=True)
+    with pytest.raises(ValueError):
+        seals.open(forged, COMMIT)
+    theirs = msgpack.packb([body, OTHER.sign(body), key], use_bin_type=True)
+    with pytest.raises(ValueError, match="forged"):
+        seals.open(theirs, COMMIT)
+
+
+def test_later_stages_need_a_key_that_a_commitment_has_shown():
+    seals, reveal = Seals(ROUND), seal(KEY, ROUND, REVEAL, MESSAGES[2][1])
+    with pytest.raises(ValueError, match="nobody has shown"):
+        seals.open(reveal, REVEAL, peer_of(KEY))
+    seals.open(seal(KEY, ROUND, COMMIT, COMMITS[1]), COMMIT)
+    assert seals.open(reveal, REVEAL, peer_of(KEY))[0] == peer_of(KEY)
+
+
+@pytest.mark.parametrize(
+    "envelope", [b"", b"\xff" * 30, msgpack.packb([1, 2, 3]), msgpack.packb({"a": 1}), b"\x91" * 5000]
+)
+def test_junk_is_no_envelope(envelope):
+    with pytest.raises(ValueError):
+        Seals(ROUND).open(envelope, COMMIT)
