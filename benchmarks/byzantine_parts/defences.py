@@ -1,0 +1,147 @@
+"""The columns: a reduction rule, alone or behind the first line; ours is in verified.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from hivemind.compression import CompressionInfo
+
+from volunteer_kit.robust.median import lower_median
+from volunteer_kit.robust.rules import rule
+from volunteer_kit.swarm.allreduce import read_values, reason_to_refuse
+from volunteer_kit.swarm.codec import CODECS
+
+if TYPE_CHECKING:
+    from benchmarks.byzantine_parts.swarm import Result, Swarm
+
+CODEC = CODECS["blockwise8"]
+PART = 1024  # values of a part at most
+SLACK = 1.25  # on what a device can do in an epoch; 9/7 would give seven of sixteen half of the weight
+LONGEST = 10.0  # of the median part's length: a part that is longer is refused
+
+
+class Sent(NamedTuple):
+    """What one member sends."""
+
+    vector: torch.Tensor  # (size,), before the codec
+    names: tuple[int, ...]
+    weight: float
+
+
+class Piece(NamedTuple):
+    """A part of the vector, and who reduces it."""
+
+    reducer: int
+    place: slice
+
+
+def pieces_of(size: int, reducers: Sequence[int]) -> list[Piece]:
+    """Every reducer has an equal slice, cut into parts."""
+    bounds = [size * i // len(reducers) for i in range(len(reducers) + 1)]
+    return [
+        Piece(reducer, slice(first, min(first + PART, end)))
+        for reducer, begin, end in zip(reducers, bounds, bounds[1:], strict=False)
+        for first in range(begin, end, PART)
+    ]
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """As it comes out of the real codec at the other end."""
+    return read_values(CODEC.compress(tensor, CompressionInfo.from_tensor(tensor)))
+
+
+class Defence:
+    """A rule. `first_line`: refuses what cannot be true before the rule sees it; without it, as in stock hivemind."""
+
+    def __init__(self, name: str, rule_name: str, first_line: bool = True):
+        self.name, self.reduce, self.first_line = name, rule(rule_name), first_line
+
+    def begin(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+
+    # --- what is believed ---
+
+    def counted(self, claims: Mapping[int, float], done: Mapping[int, int]) -> float:
+        """The swarm's samples as told; the first line counts no peer beyond what its device can have done."""
+        if not self.first_line:
+            return sum(claims.values())
+        return sum(min(claims[peer], SLACK * done[peer]) for peer in claims)
+
+    def left_out(self) -> frozenset[int]:
+        """Whom nobody averages with any more."""
+        return frozenset()
+
+    def leader(self, group: Sequence[int], draw: int) -> int:
+        return group[draw % len(group)]
+
+    def groups(self, leader: int, told: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those who were told the same list average; an attacking leader's accomplices are in all groups."""
+        lists = dict.fromkeys(told.values())
+        return list(lists)
+
+    def known_directions(self) -> Sequence[torch.Tensor]:
+        return ()
+
+    # --- averaging ---
+
+    def average(self, members: Sequence[int], sent: Mapping[int, Sent]) -> dict[int, torch.Tensor]:
+        """What each member ends with. Where a reducer answers nothing it keeps what it had itself."""
+        common, own = torch.zeros(self.swarm.task.size), {}
+        for piece in pieces_of(self.swarm.task.size, members):
+            parts = {peer: arrived(sent[peer].vector[piece.place]) for peer in members}
+            average = arrived(self.reduced(parts, sent))
+            common[piece.place] = average
+            if piece.reducer in self.swarm.attacking:
+                for receiver in members:
+                    answer = self.swarm.conduct(piece.reducer).answer(average, receiver)
+                    if answer is not average:
+                        other = sent[receiver].vector[piece.place] if answer is None else answer
+                        own.setdefault(receiver, []).append((piece.place, other))
+        return {peer: _changed(common, own.get(peer, ())) for peer in members}
+
+    def reduced(self, parts: Mapping[int, torch.Tensor], sent: Mapping[int, Sent]) -> torch.Tensor:
+        kept = self.kept(parts, sent) if self.first_line else list(parts)
+        if not kept:
+            return torch.zeros_like(next(iter(parts.values())))
+        return self.reduce([parts[peer] for peer in kept], [sent[peer].weight for peer in kept])
+
+    def kept(self, parts: Mapping[int, torch.Tensor], sent: Mapping[int, Sent]) -> list[int]:
+        """Whose part passes the first line."""
+        true = [peer for peer in parts if not self.refusal(peer, parts[peer], sent[peer].weight)]
+        lengths = {peer: float(parts[peer].norm()) for peer in true}
+        longest = LONGEST * lower_median(list(lengths.values()), [sent[p].weight for p in true]) if true else 0.0
+        return [peer for peer in true if lengths[peer] <= longest]
+
+    def refusal(self, peer: int, part: torch.Tensor, weight: float) -> str | None:
+        return reason_to_refuse(part, part.shape, weight, None, SLACK * self.swarm.batches[peer])
+
+    def average_states(self, states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Parameters of all members through the same rule, every member with one voice."""
+        same = self.reduce(list(states.values()), [1.0] * len(states))
+        return dict.fromkeys(states, same)
+
+    def result(self, score: float) -> Result:
+        from benchmarks.byzantine_parts.swarm import Result
+
+        return Result(score)
+
+
+def _changed(common: torch.Tensor, answers: Sequence[tuple[slice, torch.Tensor]]) -> torch.Tensor:
+    if not answers:
+        return common
+    vector = common.clone()
+    for place, values in answers:
+        vector[place] = values
+    return vector
+
+
+def rules() -> list[Defence]:
+    """The columns without verification."""
+    return [
+        Defence("mean", "mean", first_line=False),
+        Defence("median", "median"),
+        Defence("Krum", "krum"),
+        Defence("CenteredClip", "centered_clip"),
+    ]

@@ -1,0 +1,306 @@
+"""The last column: CenteredClip, the first line, verified averaging with its real state machine, and bans."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from benchmarks.byzantine_parts.attacks import Attack
+from benchmarks.byzantine_parts.defences import Defence, Piece, Sent, arrived, pieces_of
+from volunteer_kit.robust.btard import Verifier
+from volunteer_kit.robust.messages import Duty, Samples
+from volunteer_kit.robust.reducing import SUMS
+from volunteer_kit.robust.sketch import DRAWS, SIGN, sketch
+from volunteer_kit.robust.standing import Settings
+from volunteer_kit.robust.verified_round import Part, VerifiedRound
+
+if TYPE_CHECKING:
+    from benchmarks.byzantine_parts.swarm import Result, Swarm
+
+MICROBATCH = 8
+REMEMBERED = 8  # rounds whose directions an attacker keeps
+
+
+@dataclass
+class Exchange:
+    """One round's bytes: what was sent, as it arrived, and what came back."""
+
+    group: tuple[int, ...]
+    vectors: dict[int, torch.Tensor]  # as they arrived
+    pieces: list[Piece]
+    parts: list[Part]
+    answers: dict[int, list[torch.Tensor | None]]  # receiver -> of each piece
+    counted: dict[int, tuple[int, ...]]  # reducer -> of each place, in how many of its parts it is
+
+    def numbers(self, sender: int, rows: np.ndarray) -> np.ndarray:
+        """What an honest statement of `sender` says, along `rows` (sums, size)."""
+        stated = np.zeros((len(self.pieces), SUMS + len(rows)), np.float32)
+        vector = self.vectors[sender]
+        for position, (piece, answer) in enumerate(zip(self.pieces, self.answers[sender], strict=True)):
+            values = vector[piece.place]
+            stated[position, 0] = float(values.norm())
+            stated[position, 1] = float((values - answer).norm()) if answer is not None else 0.0
+            stated[position, SUMS:] = rows[:, piece.place] @ values.double().numpy()
+        return stated
+
+    def answered(self, receiver: int, rows: np.ndarray) -> np.ndarray:
+        sums = np.full((len(self.pieces), 1 + len(rows)), np.nan)
+        for position, (piece, answer) in enumerate(zip(self.pieces, self.answers[receiver], strict=True)):
+            if answer is not None:
+                sums[position] = float(answer.norm()), *(rows[:, piece.place] @ answer.double().numpy())
+        return sums
+
+
+@dataclass
+class Before:
+    """The last round, as an attacker remembers it."""
+
+    round: VerifiedRound
+    parts: list[Part]
+    honest_places: list[int]
+
+
+class Verified(Defence):
+    """Everybody has a Verifier, attackers too: they use it as it is but for what their attack falsifies."""
+
+    def __init__(self, settings: Settings | None = None):
+        super().__init__("ours", "centered_clip")
+        self.settings = settings or Settings()
+
+    def begin(self, swarm: Swarm) -> None:
+        super().begin(swarm)
+        self.verifiers = {
+            peer: Verifier(peer, self.settings, random_bytes=random.Random(f"{swarm.plan.seed} {peer}").randbytes)
+            for peer in range(len(swarm.batches))
+        }
+        self._exchanges: dict[bytes, Exchange] = {}
+        self._directions: deque[np.ndarray] = deque(maxlen=REMEMBERED)
+        self._before: Before | None = None
+        self.ban_epochs: dict[int, int] = {}
+        self.false_bans: set[int] = set()
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.disagreements = 0
+
+    # --- what is believed ---
+
+    def left_out(self) -> frozenset[int]:
+        """Whom more than half of the honest peers have banned: admission shuts them out."""
+        honest = [peer for peer in self.verifiers if peer not in self.swarm.attackers]
+        bans = [set(self.verifiers[peer].standing.banned()) for peer in honest]
+        return frozenset(peer for peer in self.verifiers if 2 * sum(peer in banned for banned in bans) > len(honest))
+
+    def leader(self, group: Sequence[int], draw: int) -> int:
+        standing = self.verifiers[self.swarm.guide].standing
+        trusted = [peer for peer in group if standing.is_trusted(peer)] or list(group)
+        return trusted[draw % len(trusted)]
+
+    def groups(self, leader: int, told: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Members show each other the leader's signed list: two lists are a lost round, and a leader suspended."""
+        lists = super().groups(leader, told)
+        if len(lists) > 1:
+            for verifier in self.verifiers.values():
+                verifier.suspend(leader, self.swarm.epoch, "it told members different lists")
+            return []
+        return lists
+
+    def known_directions(self) -> Sequence[torch.Tensor]:
+        return [torch.from_numpy(row) for rows in self._directions for row in rows]
+
+    # --- a round ---
+
+    def average(self, members: Sequence[int], sent: Mapping[int, Sent]) -> dict[int, torch.Tensor]:
+        group, epoch = tuple(members), self.swarm.epoch
+        self._work_off_duties(group)
+        round_id = hashlib.blake2b(repr((epoch, group)).encode(), digest_size=16).digest()
+        rounds = {peer: self.verifiers[peer].begin(round_id, epoch, group) for peer in group}
+        commits = {}
+        for peer, one in rounds.items():
+            names = sent[peer].names
+            samples = Samples(names, microbatches=max(1, -(-len(names) // MICROBATCH)))
+            commits[peer] = one.commit(sent[peer].weight, samples, b"")
+        for peer, heard in self._told("commit", rounds, commits).items():
+            rounds[peer].hear_commits(heard)
+        exchange = self._exchange(group, self._trusted(rounds), sent)
+        self._exchanges[round_id] = exchange
+        reveals = {peer: one.reveal(*_digests(exchange, peer)) for peer, one in rounds.items()}
+        for peer, heard in self._told("reveal", rounds, reveals).items():
+            rounds[peer].hear_reveals(heard)
+        self._state(rounds, exchange)
+        self._prove(group)
+        self._note(rounds, exchange)
+        return self._taken(group, exchange, sent)
+
+    def _trusted(self, rounds: Mapping[int, VerifiedRound]) -> frozenset[int]:
+        honest = [rounds[peer].trusted for peer in rounds if peer not in self.swarm.attackers]
+        self.disagreements += any(one != honest[0] for one in honest)
+        return honest[0]
+
+    def _told(self, stage: str, rounds: Mapping[int, Any], messages: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
+        """What each member hears. Attackers may alter, withhold, or tell each its own."""
+        heard: dict[int, dict[int, Any]] = {receiver: {} for receiver in rounds}
+        for sender, message in messages.items():
+            conduct = self.swarm.conduct(sender)
+            is_honest = type(conduct).says is Attack.says
+            view = {"me": sender, "attackers": self.swarm.attackers, "before": self._before}
+            for receiver in rounds:
+                said = message if is_honest else conduct.says(stage, message, rounds[sender], view, receiver)
+                if said is not None:
+                    heard[receiver][sender] = said
+            if is_honest and sender not in self.swarm.attackers:
+                self.bytes[stage] += size_of(message) * (len(rounds) - 1)
+        return heard
+
+    def _exchange(self, group: tuple[int, ...], trusted: frozenset[int], sent: Mapping[int, Sent]) -> Exchange:
+        """Parts to reducers and averages back. Reducers are those whose work enters."""
+        reducers = [group[place] for place in sorted(trusted)]
+        pieces = pieces_of(self.swarm.task.size, reducers)
+        vectors = {peer: torch.cat([arrived(sent[peer].vector[piece.place]) for piece in pieces]) for peer in group}
+        parts, counted = [], {reducer: dict.fromkeys(group, 0) for reducer in reducers}
+        answers: dict[int, list[torch.Tensor | None]] = {peer: [] for peer in group}
+        for piece in pieces:
+            index = sum(part.reducer == group.index(piece.reducer) for part in parts)
+            parts.append(Part(group.index(piece.reducer), index))
+            present = {p: vectors[p][piece.place] for p in reducers if counted[piece.reducer][p] == index}
+            kept = self.kept(present, sent)
+            for peer in kept:
+                counted[piece.reducer][peer] += 1
+            average = arrived(self.reduce([present[p] for p in kept], [sent[p].weight for p in kept])) if kept else None
+            conduct = self.swarm.conduct(piece.reducer)
+            for receiver in group:
+                answers[receiver].append(None if average is None else conduct.answer(average, receiver))
+        places = {reducer: tuple(count[peer] for peer in group) for reducer, count in counted.items()}
+        return Exchange(group, vectors, pieces, parts, answers, places)
+
+    def _state(self, rounds: Mapping[int, VerifiedRound], exchange: Exchange) -> None:
+        rows = {one.seed: None for one in rounds.values()}
+        rows = {seed: directions(seed, self.swarm.task.size, self.settings.sums) for seed in rows}
+        numbers = {peer: exchange.numbers(peer, rows[one.seed]) for peer, one in rounds.items()}
+        stated = {peer: one.state(numbers[peer]) for peer, one in rounds.items()}
+        for peer, heard in self._told("statement", rounds, stated).items():
+            one = rounds[peer]
+            own = [position for position, part in enumerate(exchange.parts) if part.reducer == one.own]
+            held = {}
+            if own:  # all draw the same, so what a reducer finds in the bytes is what the sender should say
+                held = {place: numbers[other][own] for place, other in enumerate(one.group)}
+            one.hear_statements(heard, exchange.parts, exchange.answered(peer, rows[one.seed]), held)
+        self._directions.append(rows[rounds[self.swarm.guide].seed])
+
+    def _prove(self, group: Sequence[int]) -> None:
+        for peer in group:
+            wanted, self.verifiers[peer].proofs_wanted = self.verifiers[peer].proofs_wanted, []
+            for before, accuser, sender, part in wanted:
+                exchange = self._exchanges[before.round_id]
+                rows = directions(before.seed, self.swarm.task.size, self.settings.sums)
+                before.prove(accuser, sender, part, exchange.numbers(before.group[sender], rows)[part])
+
+    def _taken(
+        self, group: Sequence[int], exchange: Exchange, sent: Mapping[int, Sent]
+    ) -> dict[int, torch.Tensor]:
+        """Members that were answered alike have one vector."""
+        vectors: dict[tuple, torch.Tensor] = {}
+        taken = {}
+        for peer in group:
+            key = tuple(peer if answer is None else id(answer) for answer in exchange.answers[peer])
+            if key not in vectors:
+                vectors[key] = torch.cat([
+                    sent[peer].vector[piece.place] if answer is None else answer
+                    for piece, answer in zip(exchange.pieces, exchange.answers[peer], strict=True)
+                ])  # fmt: skip
+            taken[peer] = vectors[key]
+        return taken
+
+    # --- duties ---
+
+    def _work_off_duties(self, group: Sequence[int]) -> None:
+        for peer in group:
+            verifier = self.verifiers[peer]
+            duties, verifier.duties = verifier.duties, []
+            for duty in duties:
+                begun = time.perf_counter()
+                totals = [self._total(duty, first, last, peer) for first, last in duty.ranges]
+                self.seconds["recomputed"] += time.perf_counter() - begun
+                verifier.report(duty, self.swarm.conduct(peer).report(duty, totals, self._accomplices(duty)))
+
+    def _total(self, duty: Duty, first: int, last: int, peer: int) -> np.ndarray:
+        gradient = self.swarm.recompute(duty.samples.names[first:last], duty.epoch, peer)
+        return sketch((last - first) * gradient, duty.seed, size=self.settings.sums)
+
+    def _accomplices(self, duty: Duty) -> np.ndarray | None:
+        """The sketch of what the target sent, if it is an attacker's."""
+        exchange = self._exchanges[duty.round_id]
+        target = exchange.group[duty.target]
+        if target not in self.swarm.attackers:
+            return None
+        return sketch(exchange.vectors[target], duty.seed, size=self.settings.sums)
+
+    # --- what came of it ---
+
+    def _note(self, rounds: Mapping[int, VerifiedRound], exchange: Exchange) -> None:
+        while len(self._exchanges) > self.settings.patience + 2:
+            self._exchanges.pop(next(iter(self._exchanges)))
+        places = [place for place, peer in enumerate(exchange.group) if peer not in self.swarm.attackers]
+        self._before = Before(rounds[self.swarm.guide], exchange.parts, places)
+        self.bytes["gradients"] += 2 * self.swarm.task.size * len(rounds)
+        for peer in self.left_out() - self.ban_epochs.keys():
+            self.ban_epochs[peer] = self.swarm.epoch
+        for peer, verifier in self.verifiers.items():
+            if peer not in self.swarm.attackers:
+                self.false_bans |= set(verifier.standing.banned()) - self.swarm.attackers
+
+    def result(self, score: float) -> Result:
+        result = super().result(score)
+        swarm = self.swarm
+        banned = [epoch for peer, epoch in self.ban_epochs.items() if peer in swarm.attackers]
+        if len(banned) == len(swarm.attackers):
+            result.ban_all = max(banned) - swarm.plan.attack_from + 1
+        result.banned, result.false_bans = len(banned), len(self.false_bans)
+        result.honest_epochs = swarm.plan.epochs * (len(self.verifiers) - len(swarm.attackers))
+        result.said = [event.text for event in self.verifiers[swarm.guide].events]
+        return result
+
+
+def directions(seed: bytes, size: int, sums: int) -> np.ndarray:
+    """The rows (sums, size) that robust/sketch.py multiplies a vector with: here many vectors meet the same ones."""
+    raw = np.random.PCG64(int.from_bytes(seed[:16], "little")).random_raw(-(-size // DRAWS))
+    drawn = np.atleast_1d(raw).astype("<u8").view("<u2")[:size]
+    rows = np.zeros((sums, size))
+    rows[drawn % sums, np.arange(size)] = np.where(drawn & SIGN, -1.0, 1.0)
+    probe = torch.arange(size, dtype=torch.float32)
+    if not np.allclose(rows @ probe.double().numpy(), sketch(probe, seed, size=sums)):
+        raise RuntimeError("these are not the directions of robust/sketch.py")
+    return rows
+
+
+def size_of(message: Any) -> int:
+    """Bytes of a message, about: a byte or two beside each value, as msgpack has them."""
+    if isinstance(message, (bytes, str)):
+        return 2 + len(message)
+    if isinstance(message, np.ndarray):
+        return 4 + message.size * 4
+    if is_dataclass(message):
+        return 2 + sum(size_of(getattr(message, field.name)) for field in fields(message))
+    if isinstance(message, (tuple, list, frozenset, set)):
+        return 2 + sum(size_of(one) for one in message)
+    return 5 if isinstance(message, (int, float)) else 1
+
+
+def _digests(exchange: Exchange, receiver: int) -> tuple[list[bytes], tuple[int, ...]]:
+    """Of each member's answers as they arrived, b"" where one is missing; and whom our own parts have counted."""
+    hashes = {place: hashlib.blake2b(digest_size=16) for place in range(len(exchange.group))}
+    silent = set(hashes) - {part.reducer for part in exchange.parts}
+    for part, answer in zip(exchange.parts, exchange.answers[receiver], strict=True):
+        if answer is None:
+            silent.add(part.reducer)
+        else:
+            hashes[part.reducer].update(answer.numpy().tobytes())
+    answers = [b"" if place in silent else digest.digest() for place, digest in hashes.items()]
+    return answers, exchange.counted.get(receiver, tuple([0] * len(exchange.group)))
