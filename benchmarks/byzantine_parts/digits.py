@@ -27,6 +27,8 @@ class Task(Protocol):
     samples: int  # to train on; a name is a number below it
     batches: tuple[int, ...]  # samples of a peer's epoch, by turns
     lost: float  # of the score: worse than it is a defence that failed
+    epochs: int
+    attack_from: int  # epoch
 
     def start(self, seed: int) -> State: ...
 
@@ -46,6 +48,7 @@ class Digits:
     size = sum(torch.Size(shape).numel() for shape in shapes)
     batches = (8, 16, 24, 32)
     lost = 0.02
+    epochs, attack_from = 160, 10
 
     def __init__(self) -> None:
         pictures, labels = _digits()
