@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.byzantine_parts.swarm import Result, Swarm
 
 CODEC = CODECS["blockwise8"]
-PART = 1024  # values of a part at most
+PART = 2**17  # values of a part at most, hivemind's half a megabyte
 SLACK = 1.25  # on what a device can do in an epoch; 9/7 would give seven of sixteen half of the weight
 LONGEST = 10.0  # of the median part's length: a part that is longer is refused
 

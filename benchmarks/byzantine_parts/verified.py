@@ -6,7 +6,7 @@ import hashlib
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ class Verified(Defence):
         self.ban_epochs: dict[int, int] = {}
         self.false_bans: set[int] = set()
         self.bytes: dict[str, int] = defaultdict(int)
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.machine_seconds = 0.0
         self.disagreements = 0
 
     # --- what is believed ---
@@ -128,16 +128,16 @@ class Verified(Defence):
             samples = Samples(names, microbatches=max(1, -(-len(names) // MICROBATCH)))
             commits[peer] = one.commit(sent[peer].weight, samples, b"")
         for peer, heard in self._told("commit", rounds, commits).items():
-            rounds[peer].hear_commits(heard)
+            self._timed(rounds[peer].hear_commits, heard)
         exchange = self._exchange(group, self._trusted(rounds), sent)
         self._exchanges[round_id] = exchange
         reveals = {peer: one.reveal(*_digests(exchange, peer)) for peer, one in rounds.items()}
         for peer, heard in self._told("reveal", rounds, reveals).items():
-            rounds[peer].hear_reveals(heard)
+            self._timed(rounds[peer].hear_reveals, heard)
         self._state(rounds, exchange)
         self._prove(group)
         self._note(rounds, exchange)
-        return self._taken(group, exchange, sent)
+        return self._taken(group, exchange)
 
     def _trusted(self, rounds: Mapping[int, VerifiedRound]) -> frozenset[int]:
         honest = [rounds[peer].trusted for peer in rounds if peer not in self.swarm.attackers]
@@ -191,7 +191,8 @@ class Verified(Defence):
             held = {}
             if own:  # all draw the same, so what a reducer finds in the bytes is what the sender should say
                 held = {place: numbers[other][own] for place, other in enumerate(one.group)}
-            one.hear_statements(heard, exchange.parts, exchange.answered(peer, rows[one.seed]), held)
+            answered = exchange.answered(peer, rows[one.seed])
+            self._timed(one.hear_statements, heard, exchange.parts, answered, held)
         self._directions.append(rows[rounds[self.swarm.guide].seed])
 
     def _prove(self, group: Sequence[int]) -> None:
@@ -202,21 +203,25 @@ class Verified(Defence):
                 rows = directions(before.seed, self.swarm.task.size, self.settings.sums)
                 before.prove(accuser, sender, part, exchange.numbers(before.group[sender], rows)[part])
 
-    def _taken(
-        self, group: Sequence[int], exchange: Exchange, sent: Mapping[int, Sent]
-    ) -> dict[int, torch.Tensor]:
-        """Members that were answered alike have one vector."""
+    def _taken(self, group: Sequence[int], exchange: Exchange) -> dict[int, torch.Tensor]:
+        """Members that were answered alike have one vector. What nobody answered is zero for all: who kept its own
+        there would have a model of its own, and what it computes would look false to the others."""
         vectors: dict[tuple, torch.Tensor] = {}
         taken = {}
         for peer in group:
-            key = tuple(peer if answer is None else id(answer) for answer in exchange.answers[peer])
+            key = tuple(map(id, exchange.answers[peer]))
             if key not in vectors:
                 vectors[key] = torch.cat([
-                    sent[peer].vector[piece.place] if answer is None else answer
+                    torch.zeros(piece.place.stop - piece.place.start) if answer is None else answer
                     for piece, answer in zip(exchange.pieces, exchange.answers[peer], strict=True)
                 ])  # fmt: skip
             taken[peer] = vectors[key]
         return taken
+
+    def _timed(self, hear: Callable[..., None], *heard: Any) -> None:
+        begun = time.process_time()
+        hear(*heard)
+        self.machine_seconds += time.process_time() - begun
 
     # --- duties ---
 
@@ -225,9 +230,7 @@ class Verified(Defence):
             verifier = self.verifiers[peer]
             duties, verifier.duties = verifier.duties, []
             for duty in duties:
-                begun = time.perf_counter()
                 totals = [self._total(duty, first, last, peer) for first, last in duty.ranges]
-                self.seconds["recomputed"] += time.perf_counter() - begun
                 verifier.report(duty, self.swarm.conduct(peer).report(duty, totals, self._accomplices(duty)))
 
     def _total(self, duty: Duty, first: int, last: int, peer: int) -> np.ndarray:
@@ -249,7 +252,8 @@ class Verified(Defence):
             self._exchanges.pop(next(iter(self._exchanges)))
         places = [place for place, peer in enumerate(exchange.group) if peer not in self.swarm.attackers]
         self._before = Before(rounds[self.swarm.guide], exchange.parts, places)
-        self.bytes["gradients"] += 2 * self.swarm.task.size * len(rounds)
+        others = len(rounds) - 1  # of each of whom a peer has a slice of its own: parts to them, averages to them
+        self.bytes["gradients"] += 2 * self.swarm.task.size * others
         for peer in self.left_out() - self.ban_epochs.keys():
             self.ban_epochs[peer] = self.swarm.epoch
         for peer, verifier in self.verifiers.items():

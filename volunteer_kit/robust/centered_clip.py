@@ -144,7 +144,7 @@ def _gram(parts: Sequence[torch.Tensor], base: np.ndarray) -> np.ndarray:
 
 
 def _combined(parts: Sequence[torch.Tensor], base: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    result = base.copy()
+    result = (1 - coefficients.sum()) * base
     for place, values in columns(parts):
-        result[place] += coefficients @ (values - base[place])
+        result[place] += coefficients @ values.astype(np.float64)
     return result
