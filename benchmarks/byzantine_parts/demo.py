@@ -19,7 +19,7 @@ class DemoDalle:
 
     batches = (2, 4, 4, 6)
     lost = 0.05
-    epochs, attack_from = 100, 10
+    epochs, attack_from = 80, 10
 
     def __init__(self) -> None:
         self._config = load_run("demo")
@@ -70,5 +70,5 @@ class DemoDalle:
         return -float(self._model(self._text[SAMPLES:], self._codes[SAMPLES:]).loss)
 
     def _put(self, params: torch.Tensor) -> None:
-        with torch.no_grad():
-            vector_to_parameters(params, self._model.parameters())
+        with torch.no_grad():  # the parameters become views: of a copy, for the optimizer writes into them
+            vector_to_parameters(params.clone(), self._model.parameters())
