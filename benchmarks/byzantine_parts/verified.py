@@ -277,7 +277,7 @@ def directions(seed: bytes, size: int, sums: int) -> np.ndarray:
     raw = np.random.PCG64(int.from_bytes(seed[:16], "little")).random_raw(-(-size // DRAWS))
     drawn = np.atleast_1d(raw).astype("<u8").view("<u2")[:size]
     rows = np.zeros((sums, size))
-    rows[drawn % sums, np.arange(size)] = np.where(drawn & SIGN, -1.0, 1.0)
+    rows[drawn % sums, np.arange(size)] = 1.0 - 2.0 * (drawn >> SIGN)
     probe = torch.arange(size, dtype=torch.float32)
     if not np.allclose(rows @ probe.double().numpy(), sketch(probe, seed, size=sums)):
         raise RuntimeError("these are not the directions of robust/sketch.py")
