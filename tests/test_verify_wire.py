@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+
 import msgpack
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ NEWS = (
     Vote(ROUND, 4, "statement", False, 0.0, frozenset(), 2),
 )
 COMMITS = (
-    Commit(256.0, b"s" * 16, b"12345678" * 3, b"n" * 16, frozenset({1}), frozenset(), NEWS),
+    Commit(256.0, b"s" * 16, b"12345678" * 3, b"n" * 16, frozenset({1}), frozenset(), frozenset({3}), NEWS),
     Commit(0.0, b"", b"", b"n" * 16, None, frozenset({2})),
 )
 MESSAGES = [
@@ -85,12 +87,12 @@ def test_anything_else_is_one_error(stage, words):
         (4, [-1]),
         (4, ["a"]),
         (4, 3),
-        (6, [["vote", ROUND, 1, "murder", True, 0.0, [], -1]]),
-        (6, [["vote", ROUND, 1, "gradient", 1, 0.0, [], -1]]),
-        (6, [["report", ROUND, 1, 0, b"123"]]),
-        (6, [["other", ROUND, 1]]),
-        (6, [[]]),
-        (6, 1),
+        (7, [["vote", ROUND, 1, "murder", True, 0.0, [], -1]]),
+        (7, [["vote", ROUND, 1, "gradient", 1, 0.0, [], -1]]),
+        (7, [["report", ROUND, 1, 0, b"123"]]),
+        (7, [["other", ROUND, 1]]),
+        (7, [[]]),
+        (7, 1),
     ],
 )
 def test_a_commitment_that_cannot_be_one_is_refused(place, value):
@@ -112,7 +114,7 @@ def test_only_who_signed_it_said_it():
     seals, commit = Seals(ROUND), COMMITS[0]
     envelope = seal(KEY, ROUND, COMMIT, commit)
     assert seals.open(envelope, COMMIT)[0] == peer_of(KEY)
-    with pytest.raises(ValueError, match="another member's key"):
+    with pytest.raises(ValueError, match="another member's envelope"):
         seals.open(envelope, COMMIT, peer_of(OTHER))
     with pytest.raises(ValueError, match="another round or stage"):
         seals.open(envelope, REVEAL)
@@ -122,7 +124,7 @@ def test_only_who_signed_it_said_it():
     forged = msgpack.packb([body[:-1] + b"\x01", signature, key], use_bin_type=True)
     with pytest.raises(ValueError):
         seals.open(forged, COMMIT)
-    theirs = msgpack.packb([body, OTHER.sign(body), key], use_bin_type=True)
+    theirs = msgpack.packb([body, base64.b64decode(OTHER.sign(body)), key], use_bin_type=True)
     with pytest.raises(ValueError, match="forged"):
         seals.open(theirs, COMMIT)
 
@@ -133,6 +135,7 @@ def test_later_stages_need_a_key_that_a_commitment_has_shown():
         seals.open(reveal, REVEAL, peer_of(KEY))
     seals.open(seal(KEY, ROUND, COMMIT, COMMITS[1]), COMMIT)
     assert seals.open(reveal, REVEAL, peer_of(KEY))[0] == peer_of(KEY)
+    assert seals.open(reveal, REVEAL)[0] == peer_of(KEY)  # passed on by somebody else
 
 
 @pytest.mark.parametrize(

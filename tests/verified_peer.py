@@ -1,6 +1,7 @@
 """One peer of a verified swarm, a process of its own: a small model on named samples over the real SwarmOptimizer.
 
-argv[1]: JSON settings; stdin and stdout as tests/swarm_peer.py. A sample is its name: (peer, number).
+argv[1]: JSON settings; stdin ("go" lets one begin that `waits`) and stdout as tests/swarm_peer.py. A sample is its
+name: (peer, number).
 """
 
 import json
@@ -70,7 +71,7 @@ def attack_as(kind: str | None) -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    orders = {"finish": None, "leave": threading.Event()}
+    orders = {"finish": None, "leave": threading.Event(), "go": threading.Event()}
     stdin = own_stdin()
 
     def read_orders() -> None:
@@ -78,9 +79,12 @@ def main() -> None:
             word, *rest = line.split()
             if word == b"finish":
                 orders["finish"] = int(rest[0])
+            elif word == b"go":
+                orders["go"].set()
             else:
                 break
         orders["leave"].set()
+        orders["go"].set()
 
     peer = start_peer(
         PeerConfig(
@@ -132,6 +136,8 @@ def main() -> None:
 
     optimizer.on_verdicts = tell
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch)
+    if settings.get("waits"):
+        orders["go"].wait()
     train(model, optimizer, settings, orders)
     state = optimizer.settle(patience=30.0)
     say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))

@@ -77,7 +77,7 @@ class VerificationConfig(BaseModel):
     share: float = Field(1 / 16, gt=0, le=1)
     # Difference that precision and codec explain, of a contribution's length. Raise it if honest members are told of
     # differences just above it.
-    tolerance: float = Field(0.15, gt=0, lt=1)
+    tolerance: float = Field(0.2, gt=0, lt=1)
     # Confirmed mismatches within `window` epochs that are a ban.
     strikes: int = Field(3, ge=1, le=100)
     window: int = Field(1000, ge=1, le=10**6)

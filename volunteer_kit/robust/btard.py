@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,12 +59,17 @@ class Verifier:
         self.bans: list[tuple[Peer, list[Strike]]] = []
         self.credits: dict[Peer, float] = {}  # samples of probations that have ended
         self.due: dict[Peer, None] = {}  # whose last check came to nothing
+        self._told_banned: dict[Peer, None] = {}
         self.measured: deque[float] = deque(maxlen=10_000)  # mismatches found, for calibration
         self._rounds: OrderedDict[bytes, VerifiedRound] = OrderedDict()
         self._news: list[News] = []
 
-    def begin(self, round_id: bytes, epoch: int, group: Sequence[Peer]) -> VerifiedRound:
-        this = self._rounds[round_id] = VerifiedRound(self, round_id, epoch, group)
+    def begin(
+        self, round_id: bytes, epoch: int, group: Sequence[Peer], apart: Collection[Peer] = ()
+    ) -> VerifiedRound:
+        """:param apart: members that hold another model than most. What they computed on it nobody else can compute: it
+        does not enter, and they are neither looked at nor asked"""
+        this = self._rounds[round_id] = VerifiedRound(self, round_id, epoch, group, apart)
         while len(self._rounds) > self.settings.patience + 1:
             self._forget(*self._rounds.popitem(last=False))
         return this
@@ -157,6 +162,7 @@ class Verifier:
         self.tell("strike", peer, this.epoch, f"{CAUSES[cause]}{of_length}; {agreed}")
         if self.standing.is_banned(peer) and not was_banned:
             self.bans.append((peer, self.standing.strikes_of(peer)))
+            self._told_banned[peer] = None
             self.tell("ban", peer, this.epoch, f"{self.settings.strikes} times in {self.settings.window} epochs")
 
     def pass_check(self, peer: Peer, epoch: int, samples: Samples) -> None:
@@ -172,6 +178,13 @@ class Verifier:
         allowed = self.settings.tolerance
         text = f"{CAUSES['gradient']}, by {found:.2f} of its length ({allowed:g} is allowed); the group looks at it"
         self.tell("mismatch", peer, epoch, text)
+
+    def hear_bans(self, epoch: int, peers: Collection[Peer]) -> None:
+        """Most others have seen these convicted; of who was not there for all of it, that is all it has to know."""
+        for peer in peers:
+            if peer not in self._told_banned and not self.standing.is_banned(peer):
+                self.tell("ban", peer, epoch, "most of the others have seen it")
+            self._told_banned[peer] = None
 
     def suspend(self, peer: Peer, epoch: int, why: str) -> None:
         if self.standing.is_trusted(peer):

@@ -93,6 +93,7 @@ class Commit:
     :param nonce: commitment to the number that will be shown
     :param distrusts: members whose work this one would not let in; None: it has just come, and does not know
     :param bans: of them, those that it has seen convicted
+    :param due: those whose last check came to nothing
     :param news: what has been found since the last round
     """
 
@@ -102,6 +103,7 @@ class Commit:
     nonce: bytes
     distrusts: frozenset[int] | None = frozenset()
     bans: frozenset[int] = frozenset()
+    due: frozenset[int] = frozenset()
     news: tuple[News, ...] = ()
 
 

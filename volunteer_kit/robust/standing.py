@@ -37,7 +37,7 @@ class Settings:
     """
 
     share: float = 1 / 16
-    tolerance: float = 0.15
+    tolerance: float = 0.2
     strikes: int = 3
     window: int = 1000
     probation: int = 8

@@ -61,10 +61,13 @@ class Part:
 class VerifiedRound:
     """One round, as one member goes through it: commit, hear_commits, reveal, hear_reveals, state, hear_statements."""
 
-    def __init__(self, verifier: Verifier, round_id: bytes, epoch: int, group: Sequence[Peer]):
+    def __init__(
+        self, verifier: Verifier, round_id: bytes, epoch: int, group: Sequence[Peer], apart: Collection[Peer] = ()
+    ):
         self._verifier, self._settings = verifier, verifier.settings
         self.round_id, self.epoch, self.group = round_id, epoch, tuple(group)
         self.own = self.group.index(verifier.own_id)
+        self._apart = frozenset(place for place, peer in enumerate(self.group) if peer in apart)
         self._nonce = verifier.random_bytes(NONCE_SIZE)
         self._samples = Samples(())
         self.commits: dict[int, Commit] = {}
@@ -89,14 +92,16 @@ class VerifiedRound:
         if not standing.is_new:
             distrusts = frozenset(place for place, peer in enumerate(self.group) if not standing.is_trusted(peer))
         bans = frozenset(place for place, peer in enumerate(self.group) if standing.is_banned(peer))
-        news = self._verifier.take_news()
-        return Commit(weight, samples.digest(), parts, commitment(self._nonce), distrusts, bans, news)
+        due = frozenset(place for place, peer in enumerate(self.group) if peer in self._verifier.due)
+        promised = {"weight": weight, "samples": samples.digest(), "parts": parts, "nonce": commitment(self._nonce)}
+        return Commit(**promised, distrusts=distrusts, bans=bans, due=due, news=self._verifier.take_news())
 
     def hear_commits(self, heard: Mapping[Peer, Commit]) -> None:
         """Who did not commit takes no part: nothing of it can be checked."""
         self.commits = self._by_place(heard)
         self.trusted = self._believed()
         self._verifier.standing.meet(self.group, [self.group[place] for place in self.trusted])
+        self._verifier.hear_bans(self.epoch, [self.group[place] for place in self._most("bans")])
         for place, commit in self.commits.items():
             for news in commit.news[:MAX_NEWS]:
                 self._verifier.hear_news(self.group[place], news)
@@ -109,9 +114,13 @@ class VerifiedRound:
         words = [commit.distrusts for commit in self.commits.values() if commit.distrusts is not None]
         against = {place: sum(place in distrusts for distrusts in words) for place in self.commits}
         believed = frozenset(place for place, count in against.items() if 2 * count <= len(words))
-        bans = {place: sum(place in commit.bans for commit in self.commits.values()) for place in self.commits}
-        not_banned = frozenset(place for place, count in bans.items() if 2 * count <= len(words))
-        return believed or not_banned or frozenset(self.commits)
+        believed = believed or self.commits.keys() - self._most("bans") or frozenset(self.commits)
+        return frozenset(believed - self._apart or believed)
+
+    def _most(self, said: str) -> frozenset[int]:
+        """Members of whom more than half of those that know say this."""
+        words = [getattr(commit, said) for commit in self.commits.values() if commit.distrusts is not None]
+        return frozenset(place for place in self.commits if 2 * sum(place in places for places in words) > len(words))
 
     # --- 3 ---
 
@@ -133,8 +142,9 @@ class VerifiedRound:
         }
         shown = {place: reveal.nonce for place, reveal in self.reveals.items() if place in self.trusted}
         self.seed = joint_seed(self.round_id, shown)
-        weights = {place: self.commits[place].weight for place in self.reveals if self.commits[place].weight > 0}
-        due = [place for place in weights if place not in self.trusted or self.group[place] in self._verifier.due]
+        weights = {place: self.commits[place].weight for place in self.reveals.keys() - self._apart}
+        weights = {place: weight for place, weight in weights.items() if weight > 0}
+        due = [place for place in weights if place not in self.trusted or place in self._most("due")]
         banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
         members = weights.keys() - banned
         # who banned whom may differ between members for a round: all draw from the same list, and banned ones count out

@@ -269,6 +269,15 @@ def out_of_step(told: Mapping[PeerID, Any], donors: Collection[PeerID]) -> dict[
     return {**out, **late}
 
 
+def apart(told: Mapping[PeerID, Any], donors: Collection[PeerID]) -> frozenset[PeerID]:
+    """Members of a round that hold another model than most; nobody, where no model prevails."""
+    said = read_all(told)
+    said = under(common_order(said), said)
+    epoch = common_epoch(said, donors)
+    right = prevailing(said, epoch, donors) if epoch is not None else frozenset()
+    return frozenset(told) - right if right else frozenset()
+
+
 def rank_donors(told: Mapping[PeerID, Any], shuffled: Sequence[PeerID], order: int | None = None) -> list[PeerID]:
     """Donors to ask, best first: of the latest epoch, then among those that hold what most of that epoch hold; the rest
     in the order of `shuffled`, so that one of a hundred veterans does not serve all newcomers.

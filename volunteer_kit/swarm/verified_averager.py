@@ -20,7 +20,7 @@ from hivemind.utils.logging import get_logger
 from volunteer_kit.robust.btard import Verifier
 from volunteer_kit.robust.messages import Duty, Samples
 from volunteer_kit.robust.standing import Settings
-from volunteer_kit.swarm.agreement import read_told
+from volunteer_kit.swarm.agreement import apart, read_told
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import Round, SwarmAverager
 from volunteer_kit.swarm.broadcast import Boards
@@ -131,6 +131,7 @@ class VerifiedAverager(SwarmAverager):
             public=[peer for peer in group_info.peer_ids if peer in outcome.donors],
             stub_of=lambda peer: type(self).get_stub(self._p2p, peer, namespace=self.prefix),
             patience=self.next_chunk_timeout,
+            apart=apart(outcome.gathered, outcome.donors),
         )
         options = {name: kwargs[name] for name in ("compression", "part_size_bytes") if name in kwargs}
         encoded = await asyncio.to_thread(EncodedParts, tensors, tensor_infos=tensor_infos, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class VerifiedExchange:
     :param group: in the leader's order; :param public: those of them that can be called
     :param stub_of: peer -> stub with rpc_tell and rpc_show_part
     :param patience: s for one stage
+    :param apart: members that hold another model than most
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class VerifiedExchange:
         public: Sequence[PeerID],
         stub_of: Any,
         patience: float,
+        apart: Collection[PeerID] = (),
     ):
         self.verifier, self.public, self._stub_of, self._patience = verifier, list(public), stub_of, patience
-        self.round: VerifiedRound = verifier.begin(round_id, epoch, group)
+        self.round: VerifiedRound = verifier.begin(round_id, epoch, group, apart)
         self.board = boards.open(round_id, group)
         self.encoded: EncodedParts | None = None
         self.evidence: dict[tuple[int, int], runtime_pb2.Tensor] = {}  # (sender, part) -> what it had sent

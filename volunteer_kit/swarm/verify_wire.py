@@ -1,12 +1,13 @@
 """Messages of verified rounds as bytes, and back: signed, typed, bounded; whatever does not fit is no message.
 
-An envelope is [body, signature] or, where the reader cannot know the key yet, [body, signature, key]; the body is
-[round id, stage, message]. The signature is of the member's libp2p key, so that a member in client mode can take all
-messages from one that it can call.
+An envelope is [body, signature, author], the author's key where nobody can know it yet (a commitment), else its peer
+id; the body is [round id, stage, message]. The signature is of the member's libp2p key, so that a member in client mode
+can take all messages from one that it can call.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -45,8 +46,8 @@ def pack(message: Commit | Reveal | Statement) -> list:
     if isinstance(message, Commit):
         distrusts = None if message.distrusts is None else sorted(message.distrusts)
         news = [_pack_news(one) for one in message.news]
-        digests = [message.samples, message.parts, message.nonce]
-        return [float(message.weight), *digests, distrusts, sorted(message.bans), news]
+        promised = [float(message.weight), message.samples, message.parts, message.nonce]
+        return [*promised, distrusts, sorted(message.bans), sorted(message.due), news]
     if isinstance(message, Reveal):
         return [message.nonce, list(message.answers), list(message.counted)]
     opening = None if message.opening is None else pack_samples(message.opening)
@@ -62,13 +63,13 @@ def unpack(stage: int, words: Any) -> Commit | Reveal | Statement:
         raise ValueError(f"no message of stage {stage}: {error}"[:200]) from None
 
 
-def _commit(weight, samples, parts, nonce, distrusts, bans, news) -> Commit:
+def _commit(weight, samples, parts, nonce, distrusts, bans, due, news) -> Commit:
     weight = _number(weight)
     if not 0 <= weight < 2**40 or len(_bytes(parts, PART_DIGEST * MAX_PARTS)) % PART_DIGEST:
         raise ValueError("weight or parts")
     distrusts = None if distrusts is None else _places(distrusts)
     known = tuple(_unpack_news(one) for one in _list(news, 1024))
-    return Commit(weight, _bytes(samples, 16), parts, _bytes(nonce, 16), distrusts, _places(bans), known)
+    return Commit(weight, _bytes(samples, 16), parts, _bytes(nonce, 16), distrusts, _places(bans), _places(due), known)
 
 
 def _reveal(nonce, answers, counted) -> Reveal:
@@ -162,10 +163,9 @@ def _name(value: Any, depth: int = 2) -> Any:
 def seal(key: RSAPrivateKey, round_id: bytes, stage: int, message: Commit | Reveal | Statement) -> bytes:
     """Signed. A commitment brings its author's key along."""
     body = msgpack.packb([round_id, stage, pack(message)], use_bin_type=True)
-    envelope = [body, key.sign(body)]
-    if stage == COMMIT:
-        envelope.append(key.get_public_key().to_bytes())
-    return msgpack.packb(envelope, use_bin_type=True)
+    public = key.get_public_key().to_bytes()
+    author = public if stage == COMMIT else peer_id_of_key(public)
+    return msgpack.packb([body, base64.b64decode(key.sign(body)), author], use_bin_type=True)
 
 
 class Seals:
@@ -181,27 +181,31 @@ class Seals:
         if len(envelope) > MAX_ENVELOPE:
             raise ValueError("an envelope too large")
         try:
-            body, signature, *key = msgpack.unpackb(envelope, raw=False, strict_map_key=True)
+            body, signature, said_by = msgpack.unpackb(envelope, raw=False, strict_map_key=True)
             round_id, said_stage, words = msgpack.unpackb(body, raw=False, strict_map_key=True)
+            if not isinstance(signature, bytes):
+                raise ValueError("a signature that is none")
         except Exception as error:  # msgpack has a dozen of them
             raise ValueError(f"no envelope: {error!r}"[:200]) from None
         if round_id != self._round_id or said_stage != stage:
             raise ValueError("an envelope of another round or stage")
-        if key and stage == COMMIT:
-            author = self._learn(key[0], author)
-        if author not in self._keys or not isinstance(signature, bytes):
+        if stage == COMMIT:
+            signer = self._learn(said_by)
+        elif isinstance(said_by, bytes) and isinstance(signature, bytes) and PeerID(said_by) in self._keys:
+            signer = PeerID(said_by)
+        else:
             raise ValueError("an envelope of somebody whose key nobody has shown")
-        if not self._keys[author].verify(body, signature):
+        if author is not None and signer != author:
+            raise ValueError("another member's envelope")
+        if not self._keys[signer].verify(body, base64.b64encode(signature)):
             raise ValueError("a forged envelope")
-        return author, unpack(stage, words)
+        return signer, unpack(stage, words)
 
-    def _learn(self, key: Any, author: PeerID | None) -> PeerID:
+    def _learn(self, key: Any) -> PeerID:
         try:
             owner = PeerID(peer_id_of_key(key))
             public = RSAPublicKey.from_bytes(key)
         except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
             raise ValueError("no key") from None
-        if author is not None and owner != author:
-            raise ValueError("another member's key")
         self._keys.setdefault(owner, public)
         return owner
