@@ -1,10 +1,11 @@
 """One peer of a verified swarm, a process of its own: a small model on named samples over the real SwarmOptimizer.
 
-argv[1]: JSON settings; stdin ("go" lets one begin that `waits`) and stdout as tests/swarm_peer.py. A sample is its
-name: (peer, number).
+argv[1]: JSON settings; stdin ("go" lets one begin that `waits`, "cheat" an attacker) and stdout as tests/swarm_peer.py.
+A sample is its name: (peer, number).
 """
 
 import json
+import multiprocessing
 import random
 import sys
 import threading
@@ -55,13 +56,16 @@ def recompute_on(model):
     return recompute
 
 
+CHEATS = multiprocessing.Event()  # the averager's process has it too
+
+
 def attack_as(kind: str | None) -> None:
     honest = SwarmGradientAverager.load_accumulators_into_averager_
 
     def flipped(self) -> None:
         honest(self)
         with self.get_tensors() as tensors:
-            for tensor in tensors:
+            for tensor in tensors if CHEATS.is_set() else ():
                 tensor.neg_()
 
     if kind == "flip":
@@ -81,6 +85,8 @@ def main() -> None:
                 orders["finish"] = int(rest[0])
             elif word == b"go":
                 orders["go"].set()
+            elif word == b"cheat":
+                CHEATS.set()
             else:
                 break
         orders["leave"].set()
@@ -123,7 +129,7 @@ def main() -> None:
         ),
         params=list(model.parameters()),
         optimizer=lambda params: Lamb(params, lr=2e-2),
-        reduce=(lambda parts, weights: -honest(parts, weights)) if cheats else honest,
+        reduce=(lambda parts, weights: honest(parts, weights) * (-1 if cheats and CHEATS.is_set() else 1)),
     )
     optimizer.recompute = recompute_on(model)
 
