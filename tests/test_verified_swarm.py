@@ -71,6 +71,7 @@ def test_who_cannot_be_called_is_looked_at_and_looks_at_others(tmp_path):
             peer.wait_event("joined")
         for peer in [*public, *hidden]:
             peer.order("go")
+        hidden[1].order("cheat")
         cheat = hidden[1].wait_event("connected")["peer_id"]
         for peer in (*public, hidden[0]):
             assert set(bans_of(peer, {cheat})) == {cheat}

@@ -67,7 +67,7 @@ class VerifiedRound:
         self._verifier, self._settings = verifier, verifier.settings
         self.round_id, self.epoch, self.group = round_id, epoch, tuple(group)
         self.own = self.group.index(verifier.own_id)
-        self._apart = frozenset(place for place, peer in enumerate(self.group) if peer in apart)
+        self.apart = frozenset(place for place, peer in enumerate(self.group) if peer in apart)
         self._nonce = verifier.random_bytes(NONCE_SIZE)
         self._samples = Samples(())
         self.commits: dict[int, Commit] = {}
@@ -115,7 +115,7 @@ class VerifiedRound:
         against = {place: sum(place in distrusts for distrusts in words) for place in self.commits}
         believed = frozenset(place for place, count in against.items() if 2 * count <= len(words))
         believed = believed or self.commits.keys() - self._most("bans") or frozenset(self.commits)
-        return frozenset(believed - self._apart or believed)
+        return frozenset(believed - self.apart or believed)
 
     def _most(self, said: str) -> frozenset[int]:
         """Members of whom more than half of those that know say this."""
@@ -142,7 +142,7 @@ class VerifiedRound:
         }
         shown = {place: reveal.nonce for place, reveal in self.reveals.items() if place in self.trusted}
         self.seed = joint_seed(self.round_id, shown)
-        weights = {place: self.commits[place].weight for place in self.reveals.keys() - self._apart}
+        weights = {place: self.commits[place].weight for place in self.reveals.keys() - self.apart}
         weights = {place: weight for place, weight in weights.items() if weight > 0}
         due = [place for place in weights if place not in self.trusted or place in self._most("due")]
         banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
@@ -173,7 +173,8 @@ class VerifiedRound:
     ) -> None:
         """:param parts: the whole vector's, in order
         :param answers: (parts, 1 + sums), length and sketch of what was answered; NaN where nothing was
-        :param held: place -> (own parts, 2 + sums), numbers of what we, a reducer, were sent
+        :param held: place -> (own parts, 2 + sums), numbers of what we, a reducer, were sent; asked for of those alone
+            whose word matters
         """
         statements, self._reducers = self._by_place(heard), [part.reducer for part in parts]
         shape = (len(parts), SUMS + self._settings.sums)
@@ -214,7 +215,7 @@ class VerifiedRound:
         for position, part in enumerate(parts):
             reveal = self.reveals.get(part.reducer)
             can_object = part.reducer in self.statements  # it has seen what its senders state
-            if not can_object or part.reducer == self.own or not np.isfinite(answers[position]).all():
+            if not can_object or not np.isfinite(answers[position]).all():
                 continue
             own = self.reveals.get(self.own)
             if own is not None and own.answers[part.reducer] not in (b"", reveal.answers[part.reducer]):
@@ -237,8 +238,10 @@ class VerifiedRound:
                 self.suspects.setdefault(part.reducer, []).append(position)
 
     def _look_at_senders(self, parts: Sequence[Part], held: Mapping[int, np.ndarray]) -> None:
+        """What a sender states of our part matters if it is looked at, or if with it our answer seems wrong."""
         own = [position for position, part in enumerate(parts) if part.reducer == self.own]
-        for place in held.keys() & self.statements.keys():
+        looks_wrong = self.suspects.pop(self.own, None) is not None
+        for place in held.keys() & (self.statements.keys() if looks_wrong else self.targets & self.statements.keys()):
             said = self.statements[place].numbers
             rows = zip(own, held[place], strict=False)
             wrong = next((position for position, true in rows if differs(said[position], true)), None)

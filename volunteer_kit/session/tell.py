@@ -25,6 +25,7 @@ class Tell(Callback):
         self._last_step = self._last_record = 0.0
         self._skipped: dict[str, int] = {}
         self._counts = False  # some of our samples
+        self._told_probation = False
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None:
         now = time.monotonic()
@@ -76,12 +77,17 @@ class Tell(Callback):
         if self.session.tally.samples and not self._counts:  # others, who see our share beside theirs, need not wait
             self._counts, self._last_record = True, float("-inf")
         self.wants_renewal = bool(self.session.lookout and self.session.lookout.why_renew)
+        self._tell_trouble(report)
+        self._told_probation = report.on_probation
+
+    def _tell_trouble(self, report: StepReport) -> None:
         if report.uncertain and report.failure:
             how = "was taken alone, for the others were not reached; its samples count once they go on from it"
             self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
         elif report.on_probation:
-            how = f"This machine's samples of step {report.epoch} do not count yet: {report.failure}."
-            self.session.emit("warning", kind="verification", message=how)
+            if not self._told_probation:
+                how = f"This machine's samples do not count yet: {report.failure}."
+                self.session.emit("warning", kind="verification", message=how)
         elif report.failure or report.apart:
             how = "Out of step with the others for a moment: this machine takes their model and goes on."
             self.session.emit("warning", kind="round", message=how)

@@ -30,7 +30,7 @@ OURSELVES = {
     "strike": "The others have checked this machine's work: {text}. It is checked each time now. Three such findings "
     "end its stay: restart the machine, and leave out overclocking.",
     "suspended": "This machine's samples are checked before they count: {text}.",
-    "trusted": "This machine's work was found right: {text}.",
+    "trusted": "This machine's work was checked: {text}.",
 }
 OTHERS = {"strike": "Of {peer}: {text}.", "ban": "{peer} is shut out: it was found cheating {text}."}
 

@@ -29,6 +29,7 @@ from volunteer_kit.swarm.uncertain import UncertainSteps
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
+OTHER_MODEL = "our model was not the others'"
 ON_PROBATION = "they are computed again by others first, and are credited when they were found right"
 ALONE_AFTER_ALL = 90.0  # s without anybody until a peer that has met others takes itself for the swarm
 
@@ -321,7 +322,7 @@ class SwarmOptimizer(VerifyingOptimizer):
                 failure = outcome.out_of_step().get(own_id)
                 self._take_verdicts(outcome)
                 if outcome.verdicts is not None and not outcome.verdicts.trusted:
-                    failure = failure or ON_PROBATION
+                    failure = failure or (OTHER_MODEL if outcome.verdicts.apart else ON_PROBATION)
         self.state_averager.round_name = outcome.name
         if outcome.group:
             self._settle_claims(report, outcome)

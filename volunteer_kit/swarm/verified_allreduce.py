@@ -59,8 +59,8 @@ class VerifiedAllReduce(SwarmAllReduce):
         self.kept: dict[PeerID, list[runtime_pb2.Tensor]] = defaultdict(list)  # what senders have sent us, whole parts
         self._answers = [hashlib.blake2b(digest_size=16) for _ in self.ordered_peer_ids]
         self.answered = [0] * len(self.ordered_peer_ids)  # parts of each reducer
-        self._own = self.ordered_peer_ids.index(self.peer_id)
-        first = self.first_part(self._own)
+        self.own = self.ordered_peer_ids.index(self.peer_id)
+        first = self.first_part(self.own)
         shapes = [part.shape for part in self.parts_for_local_averaging]
         self.parts_for_local_averaging = tuple(  # what we promised is what counts, in our own slice as well
             encoded.decoded(first + place).reshape(shape) for place, shape in enumerate(shapes)
@@ -103,7 +103,7 @@ class VerifiedAllReduce(SwarmAllReduce):
 
     async def _promised(self, stream: AsyncIterator, sender: PeerID) -> AsyncIterator:
         """Raises RefusedPart at the first message that is not what was committed to."""
-        commit, first = self._commits.get(sender), self.first_part(self._own)
+        commit, first = self._commits.get(sender), self.first_part(self.own)
         if commit is None:
             self.refused[sender] = NO_PROMISE
             raise RefusedPart(NO_PROMISE)
@@ -120,7 +120,7 @@ class VerifiedAllReduce(SwarmAllReduce):
         await super()._reduce_own_parts()
         for answer in self.tensor_part_reducer._answers:
             _, message = await answer
-            self._note_answer(self._own, message)
+            self._note_answer(self.own, message)
 
     async def _receive_averages(self, peer_id: PeerID, peer_index: int, stream: Any) -> None:
         def note(message: averaging_pb2.AveragingData) -> None:

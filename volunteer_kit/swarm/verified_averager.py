@@ -73,6 +73,7 @@ class VerifiedAverager(SwarmAverager):
             self._verifier = Verifier(self.peer_id, self.verification, self._clips)
             self._boards = Boards()
             self._came = asyncio.Event()
+            self._busy = asyncio.Lock()
         return self._verifier
 
     async def _take_contribution(self, number: int, packed: bytes) -> None:
@@ -82,7 +83,9 @@ class VerifiedAverager(SwarmAverager):
             self._came.set()
 
     async def _take_report(self, duty: Duty, totals: list[np.ndarray]) -> None:
-        self.verifier.report(duty, totals)
+        verifier = self.verifier
+        async with self._busy:
+            verifier.report(duty, totals)
 
     async def _forgive(self, peer: bytes) -> None:
         self.verifier.standing.forgive(PeerID(peer))
@@ -131,6 +134,7 @@ class VerifiedAverager(SwarmAverager):
             public=[peer for peer in group_info.peer_ids if peer in outcome.donors],
             stub_of=lambda peer: type(self).get_stub(self._p2p, peer, namespace=self.prefix),
             patience=self.next_chunk_timeout,
+            busy=self._busy,
             apart=apart(outcome.gathered, outcome.donors),
         )
         options = {name: kwargs[name] for name in ("compression", "part_size_bytes") if name in kwargs}
@@ -177,6 +181,7 @@ class VerifiedAverager(SwarmAverager):
             exchange.round.void = repr(error)[:200]
         outcome.verdicts = Verdicts(
             trusted=exchange.round.own in exchange.round.trusted,
+            apart=exchange.round.own in exchange.round.apart,
             duties=verifier.duties,
             events=verifier.events,
             bans=verifier.bans,

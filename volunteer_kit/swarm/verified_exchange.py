@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,13 +34,14 @@ NOT_YET = "its work does not count before it was checked"
 class Verdicts:
     """What a verified round leaves for the training process.
 
-    :param trusted: does our own work enter?
+    :param trusted: does our own work enter? :param apart: not, because we hold another model than most
     :param duties: samples to compute again
     :param bans: who is to be banned, with the strikes; :param credits: samples of probations that ended
     :param void: why the round was not verified
     """
 
     trusted: bool = True
+    apart: bool = False
     duties: list[Duty] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     bans: list[tuple[PeerID, list[Strike]]] = field(default_factory=list)
@@ -57,6 +58,7 @@ class VerifiedExchange:
     :param group: in the leader's order; :param public: those of them that can be called
     :param stub_of: peer -> stub with rpc_tell and rpc_show_part
     :param patience: s for one stage
+    :param busy: held while the verifier works in another thread
     :param apart: members that hold another model than most
     """
 
@@ -71,8 +73,10 @@ class VerifiedExchange:
         public: Sequence[PeerID],
         stub_of: Any,
         patience: float,
+        busy: asyncio.Lock,
         apart: Collection[PeerID] = (),
     ):
+        self.busy = busy
         self.verifier, self.public, self._stub_of, self._patience = verifier, list(public), stub_of, patience
         self.round: VerifiedRound = verifier.begin(round_id, epoch, group, apart)
         self.board = boards.open(round_id, group)
@@ -115,10 +119,10 @@ class VerifiedExchange:
         table = await asyncio.to_thread(Table, self.encoded, runner, answers, self.round.seed, self._sums)
         own = await asyncio.to_thread(table.of_ours)
         heard = await self._tell(STATEMENT, self.round.state(own))
-        held = await asyncio.to_thread(table.of_held)
-        places = {peer: place for place, peer in enumerate(self.round.group)}
         parts = [Part(reducer, place - runner.first_part(reducer)) for place, reducer in enumerate(runner.reducers)]
-        self.round.hear_statements(heard, parts, table.answers, {places[peer]: rows for peer, rows in held.items()})
+        held = Held(table, runner, self.round.group)
+        async with self.busy:
+            await asyncio.to_thread(self.round.hear_statements, heard, parts, table.answers, held)
         self._keep_evidence(runner)
         self._table = table
 
@@ -193,11 +197,20 @@ class Table:
         rows = [self.row(place, self._encoded.decoded(place)) for place in range(len(self._encoded))]
         return np.asarray(rows, np.float32).reshape(len(rows), SUMS + self._size)
 
-    def of_held(self) -> dict[PeerID, np.ndarray]:
-        """Sender -> (own parts that came, 2 + sums)."""
-        first = self._runner.first_part(self._runner._own)
-        return {
-            peer: np.stack([self.row(first + i, read_values(m).reshape(-1)) for i, m in enumerate(messages)])
-            for peer, messages in self._runner.kept.items()
-            if messages
-        }
+
+class Held(Mapping[int, np.ndarray]):
+    """Place of a sender -> numbers of our parts that it sent, (parts that came, 2 + sums); made when asked for."""
+
+    def __init__(self, table: Table, runner: VerifiedAllReduce, group: Sequence[PeerID]):
+        self._table, self._first = table, runner.first_part(runner.own)
+        self._kept = {place: runner.kept[peer] for place, peer in enumerate(group) if runner.kept.get(peer)}
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        values = (read_values(message).reshape(-1) for message in self._kept[place])
+        return np.stack([self._table.row(self._first + i, part) for i, part in enumerate(values)])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
