@@ -232,7 +232,10 @@ def _swarm(recipe: Recipe, is_local: bool) -> str:
         "swarm:  # seconds\n"
         "  matchmaking_time: 15     # that a peer waits for others before a round\n"
         f'  allreduce_timeout: {240 if slow else 60}    # raise it when peers report "received < 100 %"\n'
-        f"  averaging_timeout: {300 if slow else 180}"
+        f"  averaging_timeout: {300 if slow else 180}\n"
+        "  aggregation: centered_clip  # who sends something else than the others moves the average by little\n\n"
+        "verification:  # volunteers compute some of each other's samples again; who cheats is banned\n"
+        "  share: 0.0625  # of all contributions; raise it for a run of fewer than ten volunteers"
     )
 
 
