@@ -15,8 +15,9 @@ from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2, runtime_pb2
 
 from volunteer_kit.robust.mean import weighted_mean
-from volunteer_kit.swarm.allreduce import HeldPartReducer, SwarmAllReduce, reason_to_refuse
+from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.codec import CODECS, install_codecs, make_codec
+from volunteer_kit.swarm.held_parts import HeldPartReducer, reason_to_refuse
 
 SHAPE = torch.Size([4])
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 
 from tests.trust import RunKeys
 from volunteer_kit.swarm.admission import NotAdmitted
-from volunteer_kit.swarm.averager import MAX_GATHERED_BYTES, Round, SwarmAverager
+from volunteer_kit.swarm.averager import MAX_GATHERED_BYTES, SwarmAverager
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
+from volunteer_kit.swarm.round import Round
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 

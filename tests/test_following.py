@@ -12,8 +12,8 @@ from hivemind.p2p import PeerID
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.agreement import Follow
-from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import StateRefused, digest
 
 A, B = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2))

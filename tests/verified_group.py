@@ -12,11 +12,11 @@ import torch
 
 from volunteer_kit.robust.btard import Verifier
 from volunteer_kit.robust.centered_clip import centered_clip
+from volunteer_kit.robust.checks import Part
 from volunteer_kit.robust.messages import Samples
 from volunteer_kit.robust.reducing import SUMS
 from volunteer_kit.robust.sketch import sketch
 from volunteer_kit.robust.standing import Settings
-from volunteer_kit.robust.verified_round import Part
 
 SIZE = 48  # values of the vector
 PIECES = 2  # parts of each reducer's slice

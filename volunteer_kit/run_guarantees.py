@@ -1,7 +1,7 @@
 """What protects a run from members that cheat, and which settings go together: one table, for hosts and RunConfig.
 
 Three defences, of which each needs the one before it:
-- bounds: non-finite parts are refused, weights and norms bounded (swarm/allreduce.py);
+- bounds: non-finite parts are refused, weights and norms bounded (swarm/held_parts.py);
 - clip: the average is CenteredClip's, which a minority can move by a bounded distance only (robust/centered_clip.py);
 - verification: contributions are computed again, and who cheats is banned (robust/btard.py).
 """

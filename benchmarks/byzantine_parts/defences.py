@@ -10,8 +10,8 @@ from hivemind.compression import CompressionInfo
 
 from volunteer_kit.robust.median import lower_median
 from volunteer_kit.robust.rules import rule
-from volunteer_kit.swarm.allreduce import read_values, reason_to_refuse
 from volunteer_kit.swarm.codec import CODECS
+from volunteer_kit.swarm.held_parts import read_values, reason_to_refuse
 
 if TYPE_CHECKING:
     from benchmarks.byzantine_parts.swarm import Result, Swarm

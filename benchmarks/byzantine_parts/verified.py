@@ -16,11 +16,12 @@ import torch
 from benchmarks.byzantine_parts.attacks import Attack
 from benchmarks.byzantine_parts.defences import Defence, Piece, Sent, arrived, pieces_of
 from volunteer_kit.robust.btard import Verifier
+from volunteer_kit.robust.checks import Part
 from volunteer_kit.robust.messages import Duty, Samples
 from volunteer_kit.robust.reducing import SUMS
 from volunteer_kit.robust.sketch import DRAWS, SIGN, sketch
 from volunteer_kit.robust.standing import Settings
-from volunteer_kit.robust.verified_round import Part, VerifiedRound
+from volunteer_kit.robust.verified_round import VerifiedRound
 
 if TYPE_CHECKING:
     from benchmarks.byzantine_parts.swarm import Result, Swarm

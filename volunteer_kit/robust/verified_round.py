@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from volunteer_kit.robust.cases import Docket
+from volunteer_kit.robust.checks import Check, Part, is_statement
 from volunteer_kit.robust.draw import (
     NONCE_SIZE,
     Range,
@@ -20,42 +20,12 @@ from volunteer_kit.robust.draw import (
 )
 from volunteer_kit.robust.messages import Accusation, Commit, Duty, Report, Reveal, Samples, Statement, Vote
 from volunteer_kit.robust.reducing import DISTANCE, NORM, SUMS, UNKNOWN, differs, residual
-from volunteer_kit.robust.sketch import mismatch
 from volunteer_kit.robust.standing import Peer
 
 if TYPE_CHECKING:
     from volunteer_kit.robust.btard import Verifier
 
 MAX_NEWS = 256  # of one member in one round
-
-
-@dataclass
-class Check:
-    """A target's contribution, and what validators have reported of it."""
-
-    target: int
-    ranges: tuple[Range, ...]
-    samples: Samples
-    sent: np.ndarray  # (sums,)
-    norm: float
-    reports: dict[int, np.ndarray] = field(default_factory=dict)
-    done: bool = False
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.reports) == len(self.ranges)
-
-    def mismatch(self, totals: Sequence[np.ndarray]) -> float:
-        """:param totals: sketches of the sums of gradients of all ranges"""
-        return mismatch(self.sent, sum(totals) / len(self.samples.names), self.norm)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of the vector: who reduces it, and which of its pieces it is."""
-
-    reducer: int
-    index: int
 
 
 class VerifiedRound:
@@ -178,7 +148,7 @@ class VerifiedRound:
         """
         statements, self._reducers = self._by_place(heard), [part.reducer for part in parts]
         shape = (len(parts), SUMS + self._settings.sums)
-        good = {p: s for p, s in statements.items() if p in self.reveals and _is_statement(s, shape)}
+        good = {p: s for p, s in statements.items() if p in self.reveals and is_statement(s, shape)}
         self.statements = {place: s for place, s in good.items() if s.seed == self.seed}
         if 2 * len(self.statements) <= len(self.commits):
             self.void = "too few members drew the same numbers, or answered"
@@ -360,8 +330,3 @@ class VerifiedRound:
     def _by_place(self, heard: Mapping[Peer, Any]) -> dict[int, Any]:
         places = {peer: place for place, peer in enumerate(self.group)}
         return {places[peer]: message for peer, message in heard.items() if peer in places}
-
-
-def _is_statement(statement: Statement, shape: tuple[int, int]) -> bool:
-    numbers = statement.numbers
-    return numbers.shape == shape and bool(np.isfinite(numbers).all()) and bool((numbers[:, :SUMS] >= 0).all())

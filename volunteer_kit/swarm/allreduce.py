@@ -9,172 +9,22 @@ round the members are equal to the last bit, and what they hold can be hashed an
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, BannedException
-from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
+from hivemind.compression import CompressionBase
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
-from volunteer_kit.robust.bounds import NORM_BOUND, bound_norms
+from volunteer_kit.robust.bounds import NORM_BOUND
+from volunteer_kit.swarm.held_parts import HeldPartReducer, Reduce, RefusedPart, read_values, reason_to_refuse, size_of
 from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
 from volunteer_kit.swarm.traffic import Traffic
-
-Reduce = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]  # parts and weights -> one part
-
-
-class RefusedPart(AllreduceException):
-    """A sender's part or weight cannot be true. The sender loses the rest of the round, the others lose nothing."""
-
-
-def size_of(message: averaging_pb2.AveragingData | averaging_pb2.DownloadData) -> int:
-    """Bytes of values in a message; what surrounds them is under a percent."""
-    return len(message.tensor_part.buffer)
-
-
-def read_values(message: runtime_pb2.Tensor) -> torch.Tensor:
-    """A stranger's tensor, in float32 if it is floating point, and outside any graph (it may ask for gradients)."""
-    tensor = deserialize_torch_tensor(message).detach()
-    return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def reason_to_refuse(
-    part: torch.Tensor,
-    shape: torch.Size,
-    weight: float,
-    first_weight: float | None,
-    max_weight: float,
-    own_limit: float | None = None,
-) -> str | None:
-    """Why a sender's part must not enter the average, in words, or None if it may.
-
-    :param own_limit: of this sender, by its device and the time; None: not known
-    """
-    if part.shape != shape:
-        return f"shape {tuple(part.shape)} instead of {tuple(shape)}"
-    if not part.is_floating_point():
-        return f"values of type {str(part.dtype).removeprefix('torch.')}"
-    if not math.isfinite(weight) or weight < 0:
-        return f"weight {weight}"
-    if weight > max_weight:
-        return f"weight {weight:g}, more than the {max_weight:g} that anyone can have earned"
-    if own_limit is not None and weight > own_limit:
-        return f"weight {weight:g}, more than the {own_limit:g} that its device can have earned in the time"
-    if first_weight is not None and weight != first_weight:
-        return "a weight that changes between parts"
-    if not torch.isfinite(part.float()).all():  # 1e300 in float64 is finite, and not in what it is averaged in
-        return "values that are not finite"
-    return None
-
-
-class HeldPartReducer:
-    """Collects one slice from all senders, part by part, and reduces each part once everybody's is in or given up.
-
-    :param shapes: the slice's parts
-    :param infos: what the codec must know of each part
-    :param num_senders: members that send (all but auxiliary ones)
-    :param reduce: the rule: parts (each of one shape) and weights -> one part
-    :param codec: how the answer is encoded; what the members use is the decoded answer, here as well
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[torch.Size],
-        infos: Sequence[CompressionInfo],
-        num_senders: int,
-        reduce: Reduce,
-        codec: CompressionBase,
-    ):
-        self.shapes, self.infos, self.num_senders, self.num_parts = shapes, infos, num_senders, len(shapes)
-        self._reduce, self._codec = reduce, codec
-        self._held: list[dict[int, tuple[torch.Tensor | None, float]]] = [{} for _ in shapes]
-        self._answers: list[asyncio.Future] = [asyncio.get_running_loop().create_future() for _ in shapes]
-        self._next_part = [0] * num_senders  # of each sender
-        self._failed: set[int] = set()
-        self._given: dict[int, tuple[int, float, bool]] = {}  # parts that entered, weight, is any value not zero
-        self.too_long: set[int] = set()  # senders of parts that were scaled down
-        self.finished = asyncio.Event()
-        if not shapes:
-            self.finished.set()
-
-    async def accumulate_part(
-        self, sender: int, part_index: int, part: torch.Tensor | None, weight: float
-    ) -> tuple[torch.Tensor, runtime_pb2.Tensor]:
-        """Hold a sender's next part (None: it sent one that does not count) and wait for the others'.
-
-        :returns: the answer decoded, and as sent to everybody
-        """
-        if sender in self._failed:
-            raise BannedException(f"sender {sender} was given up")
-        if part_index != self._next_part[sender] or part_index >= self.num_parts:
-            raise AllreduceException(f"part {part_index} of sender {sender} out of turn")
-        self._next_part[sender] += 1
-        self._held[part_index][sender] = (part, weight)
-        if part is not None:
-            parts, _, something = self._given.get(sender, (0, 0.0, False))
-            self._given[sender] = (parts + 1, weight, something or bool(part.any()))
-        self._reduce_if_complete(part_index)
-        return await asyncio.shield(self._answers[part_index])
-
-    def on_sender_failed(self, sender: int) -> None:
-        """Go on without this sender's missing parts. What it sent in full before stays: it was checked."""
-        if sender not in self._failed:
-            self._failed.add(sender)
-            for part_index in range(self._next_part[sender], self.num_parts):
-                self._reduce_if_complete(part_index)
-
-    @property
-    def weights(self) -> dict[int, float]:
-        """Senders that gave all parts of the slice, with their weight. Who gave zeros gave nothing."""
-        whole = {sender: given for sender, given in self._given.items() if given[0] == self.num_parts}
-        return {sender: weight for sender, (_, weight, something) in whole.items() if something}
-
-    def _reduce_if_complete(self, part_index: int) -> None:
-        answer = self._answers[part_index]
-        expected = self.num_senders - sum(self._next_part[sender] <= part_index for sender in self._failed)
-        held = self._held[part_index]
-        if answer.done() or len(held) < expected:
-            return
-        senders = [sender for sender in sorted(held) if held[sender][0] is not None]
-        counted = [held[sender] for sender in senders]
-        if not counted:
-            answer.set_exception(AllreduceException("nobody sent a part that counts"))
-            answer.exception()  # nobody may be waiting for it
-        else:
-            try:
-                weights = [weight for _, weight in counted]
-                parts, too_long = bound_norms([part for part, _ in counted], weights)
-                self.too_long.update(senders[place] for place in too_long)
-                average = self._reduce(parts, weights)
-                message = self._codec.compress(average, self.infos[part_index])
-                answer.set_result((deserialize_torch_tensor(message), message))
-            except Exception as e:  # raised here it would blame the sender whose part was the last
-                answer.set_exception(AllreduceException(f"could not reduce: {e!r}"))
-                answer.exception()
-        held.clear()
-        if all(future.done() for future in self._answers):
-            self.finished.set()
-
-    def fail(self, why: Exception) -> None:
-        """Tell whoever waits that there will be no average."""
-        for answer in self._answers:
-            if not answer.done():
-                answer.set_exception(why)
-                answer.exception()  # nobody may be waiting for it
-
-    def finalize(self) -> None:
-        """Drop what is held and wake whoever waits."""
-        for answer in self._answers:
-            if not answer.done():
-                answer.cancel()
-        self._held = [{} for _ in self.shapes]
-        self.finished.set()
 
 
 class SwarmAllReduce(AllReduceRunner):

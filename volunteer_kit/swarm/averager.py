@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
-from dataclasses import dataclass, field
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
 import hivemind.averaging.averager
@@ -28,11 +27,13 @@ from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, under_order, whom_to_follow
-from volunteer_kit.swarm.allreduce import Reduce, SwarmAllReduce
+from volunteer_kit.swarm.agreement import under_order
+from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.believed_speed import Limits
 from volunteer_kit.swarm.forked import end_with_parent, forget_inherited_tensors, hold_tasks
+from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import (
     LED_APART,
     MAX_GROUP_ID,
@@ -52,57 +53,6 @@ MAX_GROUP_SIZE = 1024
 MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 500 bytes
 TOKEN_PATIENCE = 5.0  # s that a member's part may come before the group's list with its token
 MAX_WAITING = 256  # strangers that wait for that at once
-
-
-@dataclass
-class Round:
-    """How one round of averaging went, as this member saw it.
-
-    `received` is the share of values for which an answer arrived; below 1 this member may no longer equal the others.
-    `in_agreement`: all members held the same already, nothing had to be sent.
-    """
-
-    group: tuple[PeerID, ...] = ()
-    round_id: bytes = b""  # the leader's random number, and a digest of what it told
-    gathered: dict[PeerID, Any] = field(default_factory=dict)  # what each member told, see agreement.py
-    donors: frozenset[PeerID] = frozenset()  # members that share their state
-    received: float = 1.0
-    refused: dict[str, str] = field(default_factory=dict)  # peer id -> why its part did not enter the average
-    remarks: dict[str, str] = field(default_factory=dict)  # peer id -> what is held against it, though it took part
-    kept_own: str | None = None  # why our own tensors were not replaced by the averages
-    failed_reducers: tuple[str, ...] = ()
-    weights: dict[PeerID, float] = field(default_factory=dict)  # senders that entered our slice; none in client mode
-    in_agreement: bool = False
-    verdicts: Any = None  # of a verified round: verified_exchange.Verdicts
-    seconds: float = 0.0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-    def __len__(self) -> int:
-        return len(self.group)
-
-    @property
-    def name(self) -> bytes | None:
-        """Of this round and what was received of it: equal on members that got the same. None: there was none."""
-        if not self.group:
-            return None
-        missed = (self.received, sorted(self.failed_reducers)) if self.received < 1 else ()
-        return repr((self.round_id, *missed)).encode()
-
-    def whom_to_follow(self, own_id: PeerID, own_told: Any) -> Follow | None:
-        """Whose state is the one that this round's step belongs to, if it is not ours.
-
-        :param own_told: what we hold; what we told may be older, for we can take a state while a group comes together
-        """
-        return whom_to_follow({**self.gathered, own_id: own_told}, own_id, self.donors)
-
-    def is_shared(self, own_id: PeerID, own_told: Any) -> bool:
-        """Does another member hold what we hold?"""
-        return is_shared({**self.gathered, own_id: own_told}, own_id)
-
-    def out_of_step(self) -> dict[PeerID, str]:
-        """Members whose parts do not enter, with the reason."""
-        return out_of_step(self.gathered, self.donors)
 
 
 class SwarmAverager(DecentralizedAverager):

@@ -12,16 +12,16 @@ from hivemind.averaging.control import AveragingStage, StepControl
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.robust.median import coordinate_median
-from volunteer_kit.swarm.allreduce import Reduce
-from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
 from volunteer_kit.swarm.believed_speed import Speeds
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
+from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.reach import Reach
 from volunteer_kit.swarm.receipts import Reduced
 from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.told_group import LED_APART
 from volunteer_kit.swarm.traffic import Traffic

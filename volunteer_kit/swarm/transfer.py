@@ -24,8 +24,8 @@ from hivemind.utils.logging import get_logger
 from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
 
 from volunteer_kit.swarm.agreement import rank_donors
-from volunteer_kit.swarm.allreduce import size_of
 from volunteer_kit.swarm.chunk_transfer import ChunkTransfer
+from volunteer_kit.swarm.held_parts import size_of
 from volunteer_kit.swarm.identity import is_peer_id
 
 logger = get_logger(__name__)

@@ -15,7 +15,8 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
 from volunteer_kit.robust.messages import Commit
-from volunteer_kit.swarm.allreduce import RefusedPart, SwarmAllReduce, read_values
+from volunteer_kit.swarm.allreduce import SwarmAllReduce
+from volunteer_kit.swarm.held_parts import RefusedPart, read_values
 from volunteer_kit.swarm.verify_wire import PART_DIGEST, part_digest
 
 NOT_PROMISED = "bytes that it had not committed to"

@@ -22,8 +22,9 @@ from volunteer_kit.robust.messages import Duty, Samples
 from volunteer_kit.robust.standing import Settings
 from volunteer_kit.swarm.agreement import apart, read_told
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
-from volunteer_kit.swarm.averager import Round, SwarmAverager
+from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.broadcast import Boards
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.verified_allreduce import EncodedParts, VerifiedAllReduce
 from volunteer_kit.swarm.verified_exchange import Verdicts, VerifiedExchange
 from volunteer_kit.swarm.verify_wire import pack_samples, unpack_samples

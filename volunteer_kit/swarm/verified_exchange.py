@@ -16,13 +16,14 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.btard import Verifier
+from volunteer_kit.robust.checks import Part
 from volunteer_kit.robust.messages import Duty, Event, Samples
 from volunteer_kit.robust.reducing import DISTANCE, NORM, SUMS, UNKNOWN
 from volunteer_kit.robust.sketch import sketch
 from volunteer_kit.robust.standing import Strike
-from volunteer_kit.robust.verified_round import Part, VerifiedRound
-from volunteer_kit.swarm.allreduce import read_values
+from volunteer_kit.robust.verified_round import VerifiedRound
 from volunteer_kit.swarm.broadcast import Boards, tell_all
+from volunteer_kit.swarm.held_parts import read_values
 from volunteer_kit.swarm.verified_allreduce import EncodedParts, VerifiedAllReduce
 from volunteer_kit.swarm.verify_wire import COMMIT, PART_DIGEST, REVEAL, STATEMENT, part_digest, seal
 

@@ -12,8 +12,8 @@ from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.messages import Duty
 from volunteer_kit.robust.sketch import sketch_all
-from volunteer_kit.swarm.averager import Round
 from volunteer_kit.swarm.following import FollowingOptimizer
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.verified_exchange import Verdicts
 
 logger = get_logger(__name__)
