@@ -24,7 +24,12 @@ from volunteer_kit.swarm.keeper import AdmissionKeeper
 from volunteer_kit.swarm.peer import Peer
 
 PATIENCE = 20.0  # s for one call; a stranger may answer nothing
-ROOT = bytes(32)  # of a state that nobody has
+QUESTIONS = {  # call of one message -> what it asks: about a state and a round that nobody has
+    "rpc_get_chunk": [bytes(32), 0],
+    "rpc_get_told": [0, 1],
+    "rpc_tell": [b"none", 0, True],
+    "rpc_show_part": [b"none", b"nobody", 0],
+}
 
 
 class Shown:
@@ -78,8 +83,7 @@ async def call_by_stub(averager: SwarmAverager, peer: PeerID, kind: str) -> Any:
         return await anext(await method(one(averaging_pb2.AveragingData(group_id=b"none"))))
     if kind == "rpc_download_state":
         return await anext(await method(averaging_pb2.DownloadRequest()))
-    words = [ROOT, 0] if kind == "rpc_get_chunk" else [0, 1]
-    return await method(averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(words)))
+    return await method(averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(QUESTIONS[kind])))
 
 
 async def call_node(dht: Any, node: Any, peer: bytes, kind: str) -> str:

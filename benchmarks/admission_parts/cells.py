@@ -36,6 +36,8 @@ INCOMING = [
     Kind("download_state", "state", "rpc_download_state", "download_state"),
     Kind("get_chunk", "state", "rpc_get_chunk", "get_chunk"),
     Kind("get_told", "state", "rpc_get_told", "get_chunk"),
+    Kind("tell", "grad", "rpc_tell", "tell"),
+    Kind("show_part", "grad", "rpc_show_part", "show_part"),
 ]
 OUTGOING = [
     *(Kind(f"out: DHT {rpc}", "dht", f"rpc_{rpc}", "outgoing", False) for rpc in ("ping", "store", "find")),
@@ -46,6 +48,8 @@ OUTGOING = [
     Kind("out: donor of state", "state", "rpc_download_state", "outgoing", False),
     Kind("out: donor of chunks", "state", "rpc_get_chunk", "outgoing", False),
     Kind("out: witness", "state", "rpc_get_told", "outgoing", False),
+    Kind("out: member who is told", "grad", "rpc_tell", "outgoing", False),
+    Kind("out: member who shows a part", "grad", "rpc_show_part", "outgoing", False),
 ]
 GROUP = Kind("out: member named by leader", "grad", "rpc_aggregate_part", "group", False)
 

@@ -22,6 +22,12 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 RUN = "test"  # key of the swarm's averagers
 PATIENCE = 15.0  # s for one call
 JUNK = b"\x01"
+QUESTIONS = {  # call of one message -> what it asks
+    "rpc_get_chunk": [bytes(32), 0],
+    "rpc_get_told": [0, 1],
+    "rpc_tell": [b"none", 0, True],
+    "rpc_show_part": [b"none", b"nobody", 0],
+}
 REGULAR = MSGPackSerializer.dumps(None)  # subkey of a record that is no dictionary
 called: Counter[str] = Counter()
 shown = {"token": b""}
@@ -78,7 +84,15 @@ class Averager(ServicerBase):
 
 
 class SwarmGradientAverager(Averager):
-    pass
+    async def rpc_tell(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
+        called["rpc_tell"] += 1
+        return averaging_pb2.DownloadData(metadata=b"unknown")
+
+    async def rpc_show_part(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        called["rpc_show_part"] += 1
+        return averaging_pb2.DownloadData(metadata=b"lacks")
 
 
 class SwarmStateAverager(Averager):
@@ -178,8 +192,8 @@ class Stranger:
         if kind == "rpc_introduce":
             answer = await method(auth_pb2.AccessToken(signature=shown["token"]))
             return f"a token of {len(answer.signature)} bytes"
-        if kind in ("rpc_get_chunk", "rpc_get_told"):
-            words = [bytes(32), 0] if kind == "rpc_get_chunk" else [0, 1]
+        if kind in QUESTIONS:
+            words = QUESTIONS[kind]
             answer = await method(averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(words)))
             return f"{answer.ByteSize()} bytes"
         if kind == "rpc_join_group":
