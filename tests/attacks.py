@@ -42,15 +42,21 @@ def claim_weight() -> None:
 
 
 def average_large_parameters() -> None:
-    """At each round of state averaging parameters thirty times as large as ours."""
+    """At each round of state averaging parameters thirty times as large as ours; it trains on with its own, so that its
+    gradients are honest."""
     honest_average = SwarmStateAverager._average_parameters
 
     def average(self, timeout) -> None:
         with self.get_tensors() as tensors:
+            own = [tensor.clone() for tensor in tensors]
             for tensor in tensors:
                 tensor.mul_(30.0)
         self.describe()  # where all say that they hold the same, nothing is averaged
         honest_average(self, timeout)
+        with self.get_tensors() as tensors:
+            for tensor, kept in zip(tensors, own, strict=True):
+                tensor.copy_(kept)
+        self.describe()
 
     SwarmStateAverager._average_parameters = torch.no_grad()(average)
 
