@@ -164,6 +164,10 @@ def train(model, optimizer, settings, orders) -> None:
         reached = max(optimizer.local_epoch, optimizer.tracker.global_epoch)
         return orders["leave"].is_set() or (last is not None and last <= reached)
 
+    while settings.get("attends") and not done():  # as the run's monitor
+        optimizer.attend()
+        pause.wait(0.2)
+        optimizer.reports.clear()
     while not done():
         names = [(own, number) for number in range(made, made + BATCH)]
         made += BATCH

@@ -10,6 +10,8 @@ from hivemind.compression import CompressionBase, NoCompression
 
 from volunteer_kit.robust.standing import Settings
 
+# of a verified round beside the exchange itself, and how much of allreduce_timeout each may take
+STAGES, STAGE_SHARE = 3, 0.5
 NEVER = 2**31  # epochs between rounds of state averaging
 
 
@@ -63,13 +65,18 @@ class SwarmOptions:
     refresh_period: float = 0.5
     metadata_expiration: float = 60.0
 
+    @property
+    def seconds_of_verification(self) -> float:
+        """That a round may take longer for it."""
+        return STAGES * STAGE_SHARE * self.allreduce_timeout if self.verification is not None else 0.0
+
     def of_hivemind(self) -> dict[str, Any]:
         """Arguments of hivemind.Optimizer."""
         return {
             "run_id": self.run_key,
             "target_batch_size": self.target_batch_size,
             "matchmaking_time": self.matchmaking_time,
-            "averaging_timeout": self.averaging_timeout,
+            "averaging_timeout": self.averaging_timeout + self.seconds_of_verification,
             "allreduce_timeout": self.allreduce_timeout,
             "next_chunk_timeout": self.next_chunk_timeout,
             "load_state_timeout": self.load_state_timeout,

@@ -24,6 +24,7 @@ from volunteer_kit.swarm.agreement import apart, read_told
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.broadcast import Boards
+from volunteer_kit.swarm.options import STAGE_SHARE, STAGES
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.verified_allreduce import EncodedParts, VerifiedAllReduce
 from volunteer_kit.swarm.verified_exchange import Verdicts, VerifiedExchange
@@ -45,8 +46,9 @@ class VerifiedAverager(SwarmAverager):
         self._exchanges: OrderedDict[bytes, VerifiedExchange] = OrderedDict()
         self._verifier: Verifier | None = None
         super().__init__(*args, start=False, **kwargs)
-        if verification is not None:  # three stages beside the exchange itself
-            self._allreduce_timeout += 3 * self.next_chunk_timeout
+        self._patience = STAGE_SHARE * self._allreduce_timeout  # s, for one stage; who is dead is waited for as long
+        if verification is not None:
+            self._allreduce_timeout += STAGES * self._patience
         if start:
             self.run_in_background(await_ready=True)
 
@@ -95,7 +97,7 @@ class VerifiedAverager(SwarmAverager):
         """Of the contribution that this round is of; it may come a moment later than the round's trigger."""
         while self._contributions < self._contributed.value:
             self._came.clear()
-            await asyncio.wait_for(self._came.wait(), self.next_chunk_timeout)
+            await asyncio.wait_for(self._came.wait(), self._patience)
         return self._contribution
 
     async def rpc_tell(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
@@ -103,7 +105,7 @@ class VerifiedAverager(SwarmAverager):
         self.doorkeeper.check(context.remote_id, "tell")
         if self.verification is None or self.verifier is None:
             return averaging_pb2.DownloadData(metadata=b"unknown")
-        return await self._boards.answer(request, context.remote_id, self.next_chunk_timeout)
+        return await self._boards.answer(request, context.remote_id, self._patience)
 
     async def rpc_show_part(
         self, request: averaging_pb2.DownloadData, context: P2PContext
@@ -134,7 +136,7 @@ class VerifiedAverager(SwarmAverager):
             group=group_info.peer_ids,
             public=[peer for peer in group_info.peer_ids if peer in outcome.donors],
             stub_of=lambda peer: type(self).get_stub(self._p2p, peer, namespace=self.prefix),
-            patience=self.next_chunk_timeout,
+            patience=self._patience,
             busy=self._busy,
             apart=apart(outcome.gathered, outcome.donors),
         )
