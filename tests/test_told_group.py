@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +19,21 @@ from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.asyncio import as_aiter
 
 from tests.test_allreduce import average, make_group, make_tensors
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
-from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, as_exchanged, exchange_id, is_split, leaders_id
+from volunteer_kit.swarm.told_group import (
+    LED_APART,
+    OTHER_GROUP,
+    LedApart,
+    as_exchanged,
+    exchange_id,
+    is_split,
+    leaders_id,
+)
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 GROUP = GroupInfo(b"g" * 20, (A, B, C), (b"a", b"b", b"c"))
@@ -82,6 +95,29 @@ def test_one_of_many_that_was_told_otherwise_costs_its_own_slice_and_samples():
         assert not isinstance(results[i], BaseException), results[i]
         assert runners[i].otherwise == {runners[3].peer_id} and not runners[i].is_split
         assert runners[i].failed_reducers == [runners[3].peer_id] and len(runners[i].weights) == 3
+
+
+def test_who_has_left_a_split_round_tells_those_who_come_late():
+    """Whichever of the lists they were told: who hears of no other group would wait for the parts of who has left."""
+
+    async def answer(group_id: bytes) -> int:
+        member = object.__new__(SwarmAverager)
+        member._parent_pid = None  # it has no process to end
+        member._running_groups, member._pending_groups_registered = {}, asyncio.Event()
+        member._awaited, member._past_groups, member._split_groups = set(), deque(), deque()
+        member._led_apart, member._remarks, member._matchmaking = SimpleNamespace(value=0), {}, Mock(leader=A)
+        member._pending_groups_registered.set()
+        member._read_group = Mock(side_effect=LedApart)
+        with pytest.raises(LedApart):
+            await member._aggregate_with_group(GROUP, 0)
+        stream = member.rpc_aggregate_part(as_aiter(averaging_pb2.AveragingData(group_id=group_id)), Mock(remote_id=B))
+        return (await anext(stream)).code
+
+    told = as_exchanged(GROUP), as_exchanged(replace(GROUP, gathered=(b"a", b"b", b"x")))
+    for group in told:
+        assert asyncio.run(answer(group.group_id)) == OTHER_GROUP
+    another = as_exchanged(replace(GROUP, group_id=b"h" * 20))
+    assert asyncio.run(answer(another.group_id)) == averaging_pb2.BAD_GROUP_ID
 
 
 # --- real averagers ---

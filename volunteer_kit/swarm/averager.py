@@ -86,7 +86,7 @@ class SwarmAverager(DecentralizedAverager):
         self._led_apart = mp.Value(ctypes.c_int64, 0)
         self._remarks: dict[str, str] = {}  # of the step under way
         self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
-        self._split_groups: deque[bytes] = deque(maxlen=16)  # by the id of exchange
+        self._split_groups: deque[bytes] = deque(maxlen=16)  # likewise
         self._awaited: set[PeerID] = set()  # strangers whose token may be on its way
         super().__init__(*args, start=False, **kwargs)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
@@ -222,7 +222,7 @@ class SwarmAverager(DecentralizedAverager):
             if message.code == averaging_pb2.BAD_GROUP_ID:
                 if self._running_groups:
                     await self._hear_of_other_group(context.remote_id, first.group_id)
-                if self._running_groups or first.group_id in self._split_groups:
+                if self._running_groups or leaders_id(first.group_id) in self._split_groups:
                     message = averaging_pb2.AveragingData(code=OTHER_GROUP)
             yield message
         await asyncio.sleep(LINGER)
@@ -300,7 +300,8 @@ class SwarmAverager(DecentralizedAverager):
             outcome.remarks |= self._remarks
             return outcome
         except LedApart:
-            self._split_groups.append(group_info.group_id)
+            # who was told otherwise comes with another id of exchange, and would wait for our parts unless we said so
+            self._split_groups.append(leaders_id(group_info.group_id))
             self._led_apart.value += 1
             self._remarks[str(self._matchmaking.leader)] = LED_APART
             self._matchmaking.avoid(self._matchmaking.leader)
