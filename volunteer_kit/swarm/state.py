@@ -387,6 +387,8 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             if outcome.kept_own is not None:
                 self.remarks["state averaging"] = f"we keep our own parameters: {outcome.kept_own}"
                 logger.warning(f"The average of a round is not taken: {outcome.kept_own}")
+                if outcome.is_shared(self.peer_id, self.told):  # or who lies in each round is believed in the end
+                    self._agreed_at = self._state_epoch
                 return
             self._agreed_at = self._state_epoch
             if not outcome.in_agreement:
