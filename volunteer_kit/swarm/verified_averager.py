@@ -31,6 +31,7 @@ from volunteer_kit.swarm.verified_exchange import Verdicts, VerifiedExchange
 from volunteer_kit.swarm.verify_wire import pack_samples, unpack_samples
 
 logger = get_logger(__name__)
+NO_TIMEOUT = 60.0  # s; stands for a round that may take as long as it likes
 KEPT_EXCHANGES = 3  # rounds of which an accused sender's bytes can be shown
 
 
@@ -46,8 +47,8 @@ class VerifiedAverager(SwarmAverager):
         self._exchanges: OrderedDict[bytes, VerifiedExchange] = OrderedDict()
         self._verifier: Verifier | None = None
         super().__init__(*args, start=False, **kwargs)
-        self._patience = STAGE_SHARE * self._allreduce_timeout  # s, for one stage; who is dead is waited for as long
-        if verification is not None:
+        self._patience = STAGE_SHARE * (self._allreduce_timeout or NO_TIMEOUT)  # s, for one stage
+        if verification is not None and self._allreduce_timeout is not None:
             self._allreduce_timeout += STAGES * self._patience
         if start:
             self.run_in_background(await_ready=True)
