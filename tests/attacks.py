@@ -41,12 +41,14 @@ def claim_weight() -> None:
     SwarmGradientAverager.step = step
 
 
-def average_large_parameters() -> None:
-    """At each round of state averaging parameters thirty times as large as ours; it trains on with its own, so that its
-    gradients are honest."""
+def average_large_parameters(when: Path | None = None) -> None:
+    """At each round of state averaging parameters thirty times as large as ours, from when the file `when` is there; it
+    trains on with its own, so that its gradients are honest."""
     honest_average = SwarmStateAverager._average_parameters
 
     def average(self, timeout) -> None:
+        if when is not None and not when.exists():
+            return honest_average(self, timeout)
         with self.get_tensors() as tensors:
             own = [tensor.clone() for tensor in tensors]
             for tensor in tensors:
@@ -75,29 +77,19 @@ def claim_progress() -> None:
 
 
 def send_large_numbers(when: Path) -> None:
-    """Honest until the file `when` is there; then gradients in one wrong direction a million times as long as they are,
-    and at each round of state averaging parameters thirty times as large as ours."""
+    """Honest until the file `when` is there; then its gradients turned round, a thousand times as long as they are,
+    which the plain mean follows uphill; and large parameters at each round of state averaging."""
     honest_load = SwarmGradientAverager.load_accumulators_into_averager_
-    honest_average = SwarmStateAverager._average_parameters
 
     def load(self) -> None:
         honest_load(self)
         if when.exists():
-            generator = torch.Generator().manual_seed(0)
             with self.get_tensors() as tensors:
                 for tensor in tensors:
-                    tensor.copy_(1e4 * torch.randn(tensor.shape, generator=generator))
-
-    def average(self, timeout) -> None:
-        if when.exists():
-            with self.get_tensors() as tensors:
-                for tensor in tensors:
-                    tensor.mul_(30.0)
-            self.describe()  # where all say that they hold the same, nothing is averaged
-        honest_average(self, timeout)
+                    tensor.mul_(-1e3)
 
     SwarmGradientAverager.load_accumulators_into_averager_ = torch.no_grad()(load)
-    SwarmStateAverager._average_parameters = torch.no_grad()(average)
+    average_large_parameters(when)
 
 
 ATTACKS = {"nan": send_nan, "weight": claim_weight, "state": average_large_parameters, "progress": claim_progress}

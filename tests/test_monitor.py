@@ -90,7 +90,7 @@ def ruin(run: MonitoredRun, monitor: MonitorProcess) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_run_that_is_ruined_on_purpose_comes_back_by_itself(tmp_path):
-    """An admitted peer sends large numbers through gradients and through state averaging, then leaves."""
+    """By the plain mean: an admitted peer sends its gradients turned round and large parameters; then leaves."""
     with monitored(tmp_path) as run:
         monitor = run.monitor()
         ada, bob = run.volunteer("ada"), run.volunteer("bob")
