@@ -84,6 +84,32 @@ def test_what_a_reducer_returned_is_not_mended_by_a_false_accusation():
     assert set(verdicts(group)) == {"bad"} and {"false_accusation"} <= set(verdicts(group)["bad"])
 
 
+def test_a_reducer_that_says_it_counted_nobody_or_only_itself_is_not_believed():
+    for counts in ((), (6,)):
+
+        def say(stage, round_, message, counts=counts):
+            if stage != 1:
+                return message
+            return replace(message, counted=tuple(c if p in counts else 0 for p, c in enumerate(message.counted)))
+
+        group = make({"fine": {}, "bad": {"returns": lambda average: -average, "says": say}})
+        group.run(7)
+        assert set(verdicts(group)) == {"bad"} and set(verdicts(group)["bad"]) == {"reducer"}
+
+
+def test_a_reducer_is_checked_though_somebody_says_that_it_did_not_answer():
+    def deaf(stage, round_, message):
+        if stage != 2:
+            return message
+        numbers = message.numbers.copy()
+        numbers[:, 1] = 1e30
+        return replace(message, numbers=numbers)
+
+    group = make({"deaf": {"says": deaf}, "bad": {"returns": lambda average: -average}})
+    group.run(7)
+    assert set(verdicts(group)) == {"bad"}
+
+
 def test_who_states_other_numbers_than_it_sent_is_banned():
     def lie(stage, round_, message):
         return message if stage != 2 else replace(message, numbers=message.numbers * 1.5)

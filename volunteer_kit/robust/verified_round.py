@@ -192,20 +192,26 @@ class VerifiedRound:
                 self._vote(part.reducer, "equivocation", True)
                 continue
             counted = [p for p in sorted(self.commits) if p < len(reveal.counted) and reveal.counted[p] > part.index]
-            if not counted or any(place not in self.statements for place in counted):
+            if not self._are_most(counted):  # it could else count whom it likes, or itself alone
+                self.suspects.setdefault(part.reducer, []).append(position)
+                continue
+            if any(place not in self.statements for place in counted):
                 continue
             numbers = np.stack([self.statements[place].numbers[position] for place in counted])
-            deaf = [place for place, row in zip(counted, numbers, strict=True) if row[DISTANCE] >= UNKNOWN]
-            for place in deaf:  # else who is in league with a reducer could keep its answers from being checked
-                self._verifier.suspend(self.group[place], self.epoch, "it did not get the averages that others got")
-            if deaf:
-                continue
+            for row in numbers:  # a reducer could else keep its answers from being checked by leaving one unanswered
+                if row[DISTANCE] >= UNKNOWN:
+                    row[DISTANCE] = np.linalg.norm(row[SUMS:] - answers[position, 1:])  # estimated
             weights = [self.commits[place].weight for place in counted]
             if sum(weights) <= 0:
                 continue
             off = residual(numbers, weights, answers[position], self._verifier.clips)
             if off > self._settings.tolerance:
                 self.suspects.setdefault(part.reducer, []).append(position)
+
+    def _are_most(self, counted: Collection[int]) -> bool:
+        """Do these have half of the weight that should enter?"""
+        weights = {place: self.commits[place].weight for place in self.trusted & self.statements.keys()}
+        return 2 * sum(self.commits[place].weight for place in counted) >= sum(weights.values())
 
     def _look_at_senders(self, parts: Sequence[Part], held: Mapping[int, np.ndarray]) -> None:
         """What a sender states of our part matters if it is looked at, or if with it our answer seems wrong."""
@@ -288,8 +294,13 @@ class VerifiedRound:
             if self.own in case.jury:
                 self._verifier.proofs_wanted.append((self, place, sender, accusation.part))
 
+    def no_proof(self, accuser: int) -> None:
+        """Nothing came of it when the accuser was asked for the bytes: nobody is at fault, and it loses standing."""
+        why = "it did not show what it had accused another of"
+        self._verifier.suspend(self.group[accuser], self.epoch, why)
+
     def prove(self, accuser: int, sender: int, part: int, true: np.ndarray | None) -> None:
-        """:param true: numbers, (2 + sums,), of bytes that the sender had committed to; None: none were shown"""
+        """:param true: numbers, (2 + sums,), of bytes that the sender had committed to; None: other bytes were shown"""
         guilty = true is not None and differs(self.statements[sender].numbers[part], true)
         self._vote(sender, "statement", guilty, accuser=accuser)
 

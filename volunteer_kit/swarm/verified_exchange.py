@@ -146,11 +146,16 @@ class VerifiedExchange:
             request = averaging_pb2.DownloadData(metadata=words)
             stub = self._stub_of(self.round.group[accuser])
             answer = await asyncio.wait_for(stub.rpc_show_part(request), self._patience)
+        except Exception as error:  # the line, or a member that has left
+            logger.debug(f"an accuser did not answer: {error!r}")
+            self.round.no_proof(accuser)
+            return
+        try:
             promised = self.round.commits[sender].parts[part * PART_DIGEST : (part + 1) * PART_DIGEST]
             if part_digest(answer.tensor_part.buffer) == promised:
                 values = await asyncio.to_thread(read_values, answer.tensor_part)
                 true = await asyncio.to_thread(self._table.row, part, values.reshape(-1))
-        except Exception as error:  # no bytes, or such as nobody can read: nothing is proven
+        except Exception as error:  # bytes that nobody can read prove nothing
             logger.debug(f"an accusation could not be proven: {error!r}")
         self.round.prove(accuser, sender, part, true)
 
