@@ -29,12 +29,18 @@ def bound_norms(
     :returns: the parts, in their order, and the places of those that were scaled
     """
     norms = [torch.linalg.vector_norm(part.float(), dtype=torch.float64).item() for part in parts]
-    given = [(norm, weight) for norm, weight in zip(norms, weights, strict=True) if norm > 0 and weight > 0]
-    if len(given) < FEWEST:
-        return list(parts), []
-    limit = bound * lower_median(*zip(*given, strict=True))
-    too_long = [place for place, norm in enumerate(norms) if norm > limit]
+    kept = scales(norms, weights, bound)
+    too_long = [place for place, scale in enumerate(kept) if scale < 1]
     bounded = list(parts)
     for place in too_long:
-        bounded[place] = parts[place].to(torch.float32) * (limit / norms[place])
+        bounded[place] = parts[place].to(torch.float32) * kept[place]
     return bounded, too_long
+
+
+def scales(norms: Sequence[float], weights: Sequence[float], bound: float = NORM_BOUND) -> list[float]:
+    """What each part is multiplied with, by the lengths of all: who checks a reducer knows these, not the parts."""
+    given = [(norm, weight) for norm, weight in zip(norms, weights, strict=True) if norm > 0 and weight > 0]
+    if len(given) < FEWEST:
+        return [1.0] * len(norms)
+    limit = bound * lower_median(*zip(*given, strict=True))
+    return [min(1.0, limit / norm) if norm > 0 else 1.0 for norm in norms]

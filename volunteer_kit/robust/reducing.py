@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from volunteer_kit.robust.bounds import scales
 from volunteer_kit.robust.centered_clip import factor, radius_of
 
 NORM, DISTANCE, SUMS = 0, 1, 2  # columns of a statement's numbers; from SUMS on, the sketch
@@ -26,7 +27,7 @@ def residual(numbers: np.ndarray, weights: Sequence[float], answer: np.ndarray, 
     :param answer: (1 + sums,), the answer's length and its sketch
     :param clips: CenteredClip, whose radius is the weighted median of the distances; else the mean
     """
-    total = float(sum(weights))
+    total, numbers = float(sum(weights)), _as_bounded(np.asarray(numbers, np.float64), weights, float(answer[0]))
     distances = [float(distance) for distance in numbers[:, DISTANCE]]
     radius = radius_of(distances, weights) if clips else 0.0
     shares = [w / total * (factor(d, radius) if clips else 1.0) for w, d in zip(weights, distances, strict=True)]
@@ -34,6 +35,16 @@ def residual(numbers: np.ndarray, weights: Sequence[float], answer: np.ndarray, 
     scale = float(answer[0]) + (radius or float(np.average(distances, weights=weights)))
     off = float(np.linalg.norm(np.asarray(shares) @ sums))
     return off / scale if scale > 0 else (0.0 if off == 0 else float("inf"))
+
+
+def _as_bounded(numbers: np.ndarray, weights: Sequence[float], answer: float) -> np.ndarray:
+    """The numbers of the parts that the reducer averaged: those far longer than the others' it had scaled down."""
+    kept = np.asarray(scales(numbers[:, NORM].tolist(), weights))
+    along = (numbers[:, NORM] ** 2 + answer**2 - numbers[:, DISTANCE] ** 2) / 2  # inner products with the answer
+    bounded = numbers * kept[:, None]
+    scaled = np.maximum(0.0, (kept * numbers[:, NORM]) ** 2 - 2 * kept * along + answer**2)
+    bounded[:, DISTANCE] = np.where(kept < 1, np.sqrt(scaled), numbers[:, DISTANCE])
+    return bounded
 
 
 def differs(said: np.ndarray, true: np.ndarray) -> bool:
