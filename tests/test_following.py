@@ -140,6 +140,33 @@ def test_every_step_waits_for_a_round_that_finds_another_with_it(optimizer):
     ]
 
 
+@pytest.mark.parametrize(("attends", "group", "value", "is_taken"), [
+    (False, (A, B), 1.0, True),
+    (False, (A, B), 0.0, False),  # newcomers and the monitor, whose samples do not count
+    (False, (), 0.0, True),
+    (True, (A, B), 1.0, True),
+    (True, (), 0.0, False),
+])  # fmt: skip
+def test_an_epoch_without_gradients_makes_no_step(optimizer, monkeypatch, attends, group, value, is_taken):
+    """Zeros would turn the model by their momentum, and every optimizer's differently."""
+    train(optimizer, 1)
+    before = digest(optimizer.state_averager.main_parameters)
+    with optimizer.grad_averager.get_tensors() as gradients:
+        for gradient in gradients:
+            gradient.fill_(value)
+    monkeypatch.setattr(optimizer, "_attends", attends)
+    monkeypatch.setattr(optimizer, "_await_round", lambda control: Round(group=group))
+    monkeypatch.setattr(optimizer, "_follow", None)
+    epoch = optimizer.local_epoch + 1
+    optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
+                         "told": optimizer.state_averager.told}  # fmt: skip
+    optimizer._average_gradients_and_load_into_optimizer(object())
+    optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
+    assert optimizer.local_epoch == epoch
+    assert (digest(optimizer.state_averager.main_parameters) != before) is is_taken
+    optimizer._follow = None
+
+
 def test_who_leaves_while_apart_does_not_count_on_his_last_step(optimizer, monkeypatch):
     train(optimizer, 1)
     optimizer.reports.clear()

@@ -302,6 +302,8 @@ class SwarmOptimizer(VerifyingOptimizer):
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
         self._report["averaged"] = super()._begin_averaging_gradients(grad_scaler)
+        if not self._report["averaged"]:
+            self.state_averager.makes_no_step = self._attends
         return self._report["averaged"]
 
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control: StepControl | None) -> None:
@@ -328,8 +330,8 @@ class SwarmOptimizer(VerifyingOptimizer):
             self._settle_claims(report, outcome)
         if outcome.group and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
-        if self._attends and not outcome.group:
-            self._make_no_step()
+        # who trains nothing has no gradients of its own; zeros would still turn the model by their momentum
+        self.state_averager.makes_no_step = not (self._something_came() if outcome.group else not self._attends)
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure)
@@ -341,11 +343,10 @@ class SwarmOptimizer(VerifyingOptimizer):
         weights = {peer: weight / own for peer, weight in outcome.weights.items()}
         self.tracker.settle_round(report["epoch"] - 1, outcome.group, weights)
 
-    def _make_no_step(self) -> None:
-        """Who trains nothing and met nobody has no gradients; zeros would still turn the model by their momentum."""
+    def _something_came(self) -> bool:
+        """A round averages to zeros when nobody's samples count, as those of newcomers with the monitor alone."""
         with self.grad_averager.get_tensors() as gradients:
-            for gradient in gradients:
-                gradient.fill_(float("nan"))  # the optimizer takes no step by these
+            return any(bool(gradient.any()) for gradient in gradients)
 
     def _await_round(self, control: StepControl) -> Round:
         """The round's outcome. Raises TimeoutError, and leaves, when no group is found while one should have been:

@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         self._own_past: list[list] = []  # those of them that our own steps made
         self._lineage, self._order = BEGINNING, 0
         self.round_name: bytes | None = None  # of the round that the next step comes of; None: it is nobody else's
+        self.makes_no_step = False  # the epoch that ends had no gradients
         self._own_steps = OwnSteps() if measures_steps else None
         self._bounds_of_round: list[float] = []  # in the averager's process
         self._agreed_at = 0  # epoch of the last round of state averaging whose result we hold
@@ -313,8 +314,8 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
                 self.await_statistics()
             with self.lock_optimizer:
                 if optimizer_step:
-                    with self.lock_averaged_tensors if self.reuse_tensors else nullcontext(), self._measured_step():
-                        self.optimizer.step()
+                    with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
+                        self._take_step()
                         self._state_epoch = self._held_epoch.value = self.local_epoch
                         self._lineage = advance(self._lineage, self.round_name)
                 self._update_scheduler()
@@ -334,17 +335,18 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             logger.exception("The delayed update failed")
             self.finished_optimizer_step.set()
         finally:
-            self.round_name = None
+            self.round_name, self.makes_no_step = None, False
             self._step_done.set()
             if averaging_round:
                 self.finished_averaging_round.set()
 
-    @contextmanager
-    def _measured_step(self) -> Iterator[None]:
+    def _take_step(self) -> None:
+        if self.makes_no_step:
+            return
         own = self.state_tensors()[: self.num_parameters]
         is_measured = self._own_steps is not None and not self._has_bound
         before = [tensor.clone() for tensor in own] if is_measured else []
-        yield
+        self.optimizer.step()
         if is_measured:
             self._own_steps.moved(before, own)
 
