@@ -65,6 +65,7 @@ def is_good(figures: dict[str, Any]) -> bool:
     return (
         figures.get("worst_final_gap", 0.0) <= WORST_GAP
         and figures.get("false_bans", 0) == 0
+        and figures.get("honest_peer_epochs", HONEST_EPOCHS) >= HONEST_EPOCHS
         and figures.get("overhead_pct", 0.0) <= MOST_OVERHEAD
         and figures.get("extra_bytes_pct", 0.0) <= MOST_BYTES
     )
@@ -96,18 +97,23 @@ def play(
     rows = ["none", *attacks]
     futures = {(row, column): pool.submit(run, task, row, column, seed) for row in rows for column in columns}
     results: dict[tuple[str, str], Result] = {}
-    table = Table("attack", *columns, "banned by ours", title=tasks.title(task))
+    is_done = tasks.is_done(task)
+    more = () if is_done else ("ours is behind by",)
+    table = Table("attack", *columns, "banned by ours", *more, title=tasks.title(task))
     for row in rows:
         results |= {(row, column): futures[row, column].result() for column in columns}
         base = results["none", "mean"].score
+        late = () if is_done else (f"{behind(results['none', 'mean'], results[row, 'ours'].score)} epochs",)
         table.add_row(row, *(cell(results[row, c].score, base, tasks.lost(task)) for c in columns),
-                      banned(results[row, "ours"]))  # fmt: skip
+                      banned(results[row, "ours"]), *late)  # fmt: skip
         console.print(f"{task}: {row}: " + ", ".join(f"{c} {results[row, c].score:.3f}" for c in columns), style="dim")
     console.print(table)
     ours = {row: results[row, "ours"] for row in rows}
     gaps = [results["none", "mean"].score - result.score for result in ours.values()]
     bans = [result.ban_all for result in ours.values() if result.ban_all is not None]
+    late = [behind(results["none", "mean"], result.score) for result in ours.values()]
     return {
+        **({} if is_done else {"worst_epochs_behind": max(late)}),
         "attacks": len(attacks),
         "worst_final_gap": round(max(gaps), 4),
         "epochs_to_ban_all": max(bans, default=0),
@@ -115,6 +121,12 @@ def play(
         "false_bans": sum(result.false_bans for result in ours.values()),
         "honest_peer_epochs": sum(result.honest_epochs for result in ours.values()),
     }
+
+
+def behind(honest: Result, score: float) -> int:
+    """How many epochs before its end the run without attack was where this one has ended."""
+    there = next((epoch for epoch, reached in enumerate(honest.curve) if reached >= score), len(honest.curve) - 1)
+    return len(honest.curve) - 1 - there
 
 
 def cell(score: float, base: float, lost: float) -> str:

@@ -79,6 +79,31 @@ def test_who_cannot_be_called_is_looked_at_and_looks_at_others(tmp_path):
         assert not [event for event in found(public[0], "strike", "mismatch") if event[1] != cheat]
 
 
+def test_a_reducer_that_answers_one_member_otherwise_drives_nobody_apart(tmp_path):
+    """On another model than the others' its gradients would be false to all, and it would be struck for them."""
+    with local_swarm(tmp_path) as swarm:
+        peers = start(swarm, [None, None, None, "two averages"])
+        cheat = peers[3]
+        own_id = cheat.wait_event("connected")["peer_id"]
+        for peer in peers:
+            peer.wait_epoch(2, group_size=4)
+        cheat.order("cheat")
+        for peer in peers[:3]:
+            peer.wait_for(
+                lambda e: e["event"] == "verdicts"
+                and any(x[:2] == ["suspended", own_id] and "cannot both be true" in x[3] for x in e["events"]),
+                60,
+            )
+        met = max(event["epoch"] for peer in peers for event in of(peer, "epoch"))
+        for peer in peers[:3]:
+            peer.wait_epoch(met + 4, group_size=3)
+        ends = swarm.finish(*peers[:3])
+        assert len({end["digest"] for end in ends}) == 1
+        honest = {peer.wait_event("connected")["peer_id"] for peer in peers[:3]}
+        assert not [event for peer in peers[:3] for event in found(peer, "strike", "ban") if event[1] in honest]
+        assert [event for peer in peers[:3] for event in of(peer, "epoch") if event["received"] < 1]
+
+
 @pytest.mark.slow
 def test_a_cheating_sender_and_a_cheating_reducer_are_banned_within_five_epochs(tmp_path):
     share, epochs = ALWAYS["share"], 5

@@ -70,6 +70,7 @@ class Group:
         self.members, self.settings = {member.peer: member for member in members}, settings
         self.epoch, self._next_name = 0, 0
         self.averages: list[torch.Tensor] = []
+        self.shows = True  # do accusers show the bytes?
         self._sent: dict[bytes, tuple] = {}
 
     @property
@@ -157,6 +158,9 @@ class Group:
         for peer in rounds:
             wanted, self.members[peer].verifier.proofs_wanted = self.members[peer].verifier.proofs_wanted, []
             for before, accuser, sender, part in wanted:
+                if not self.shows:
+                    before.no_proof(accuser)
+                    continue
                 vectors, *others = self._sent[before.round_id]
                 true = self._numbers(vectors[before.group[sender]], [None] * len(others[0]), *others, before.seed)
                 before.prove(accuser, sender, part, true[part])

@@ -11,6 +11,7 @@ import sys
 import threading
 
 import torch
+from hivemind.compression import CompressionInfo
 
 from tests.swarm_peer import say
 from volunteer_kit.optim.lamb import Lamb
@@ -18,9 +19,11 @@ from volunteer_kit.robust.rules import rule
 from volunteer_kit.robust.standing import Settings
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
+from volunteer_kit.swarm.held_parts import read_values
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import digest
+from volunteer_kit.swarm.verified_allreduce import VerifiedAllReduce
 from volunteer_kit.worker import own_stdin
 
 DIM_IN, DIM_OUT, BATCH = 32, 24, 16
@@ -70,6 +73,24 @@ def attack_as(kind: str | None) -> None:
 
     if kind == "flip":
         SwarmGradientAverager.load_accumulators_into_averager_ = torch.no_grad()(flipped)
+    if kind == "two averages":
+        answer_one_otherwise()
+
+
+def answer_one_otherwise() -> None:
+    """A reducer that gives one of its senders another average than the others, from when it cheats."""
+    honest = VerifiedAllReduce._accumulate_parts_streaming
+
+    async def to_one(self, stream, sender_index):
+        others = [peer for peer in self.sender_peer_ids if peer != self.peer_id]
+        async for message in honest(self, stream, sender_index):
+            if CHEATS.is_set() and self.sender_peer_ids[sender_index] == max(others):
+                part, codec = message.tensor_part, make_codec("float16", "uniform8", 512)
+                part = codec.compress(-read_values(part), CompressionInfo.from_tensor(read_values(part)))
+                message = type(message)(code=message.code, tensor_part=part)
+            yield message
+
+    VerifiedAllReduce._accumulate_parts_streaming = to_one
 
 
 def main() -> None:

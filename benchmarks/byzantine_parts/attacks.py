@@ -64,6 +64,10 @@ class Attack:
         """What it returns as a reducer; None: nothing."""
         return average
 
+    def counts(self, senders: Sequence[int], attackers: frozenset[int]) -> list[int]:
+        """As a reducer: whose parts it averages, of those that came."""
+        return list(senders)
+
     def state(self, params: torch.Tensor) -> torch.Tensor:
         """What it sends when states are averaged."""
         return params
@@ -167,6 +171,26 @@ class WrongReducer(Attack):
 
 
 @dataclass
+class TwoAverages(Attack):
+    """Drives members apart: what the one computes on its model is false to the other."""
+
+    def answer(self, average: torch.Tensor, receiver: int) -> torch.Tensor | None:
+        return average if receiver % 2 else -average
+
+
+@dataclass
+class LeavesOut(SignFlip):
+    """Averages its accomplices with no more honest members than there are of them."""
+
+    times: float = 1.0
+
+    def counts(self, senders: Sequence[int], attackers: frozenset[int]) -> list[int]:
+        accomplices = [sender for sender in senders if sender in attackers]
+        honest = [sender for sender in senders if sender not in attackers]
+        return sorted(accomplices + honest[: max(1, len(accomplices))])
+
+
+@dataclass
 class KnowsSketches(Attack):
     """Adds what no direction drawn so far shows: the honest mean backwards, orthogonal to all of them."""
 
@@ -259,6 +283,8 @@ ATTACKS: tuple[Attack, ...] = (
     HugeWeight("weight 1e6"),
     SilentReducer("silent reducers"),
     WrongReducer("wrong reducers"),
+    TwoAverages("two averages"),
+    LeavesOut("honest ones left out"),
     KnowsSketches("knows earlier sketches"),
     PoisonedState("poisoned state averaging"),
     InflatedProgress("inflated progress"),

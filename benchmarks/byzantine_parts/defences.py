@@ -91,7 +91,7 @@ class Defence:
         common, own = torch.zeros(self.swarm.task.size), {}
         for piece in pieces_of(self.swarm.task.size, members):
             parts = {peer: arrived(sent[peer].vector[piece.place]) for peer in members}
-            average = arrived(self.reduced(parts, sent))
+            average = arrived(self.reduced(piece.reducer, parts, sent))
             common[piece.place] = average
             if piece.reducer in self.swarm.attacking:
                 for receiver in members:
@@ -101,8 +101,9 @@ class Defence:
                         own.setdefault(receiver, []).append((piece.place, other))
         return {peer: _changed(common, own.get(peer, ())) for peer in members}
 
-    def reduced(self, parts: Mapping[int, torch.Tensor], sent: Mapping[int, Sent]) -> torch.Tensor:
+    def reduced(self, reducer: int, parts: Mapping[int, torch.Tensor], sent: Mapping[int, Sent]) -> torch.Tensor:
         kept = self.kept(parts, sent) if self.first_line else list(parts)
+        kept = self.swarm.conduct(reducer).counts(kept, self.swarm.attackers)
         if not kept:
             return torch.zeros_like(next(iter(parts.values())))
         return self.reduce([parts[peer] for peer in kept], [sent[peer].weight for peer in kept])

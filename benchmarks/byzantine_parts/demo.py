@@ -20,6 +20,7 @@ class DemoDalle:
     batches = (2, 4, 4, 6)
     lost = 0.05
     epochs, attack_from = 80, 10
+    is_done = False
 
     def __init__(self) -> None:
         self._config = load_run("demo")

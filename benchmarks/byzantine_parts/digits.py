@@ -29,6 +29,7 @@ class Task(Protocol):
     lost: float  # of the score: worse than it is a defence that failed
     epochs: int
     attack_from: int  # epoch
+    is_done: bool  # after these epochs, without attack, nothing is left to learn
 
     def start(self, seed: int) -> State: ...
 
@@ -49,6 +50,7 @@ class Digits:
     batches = (8, 16, 24, 32)
     lost = 0.02
     epochs, attack_from = 160, 10
+    is_done = True
 
     def __init__(self) -> None:
         pictures, labels = _digits()

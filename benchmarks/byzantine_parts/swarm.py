@@ -41,6 +41,7 @@ class Result:
     false_bans: int = 0
     honest_epochs: int = 0
     said: list[str] = field(default_factory=list)
+    curve: list[float] = field(default_factory=list)  # score of the first honest peer after each epoch
 
 
 class Swarm:
@@ -72,13 +73,17 @@ class Swarm:
         return self.plan.attack if peer in self.attacking else Attack()
 
     def run(self) -> Result:
+        curve = []
         for epoch in range(self.plan.epochs):
             self.epoch = epoch
             self._one_epoch()
+            curve.append(self.task.score(self.states[self.guide].params))
         honest = {id(self.states[p]): self.states[p] for p in range(PEERS) if p not in self.attackers}
         scores = {key: self.task.score(state.params) for key, state in honest.items()}
         mean = sum(scores[id(self.states[p])] for p in range(PEERS) if p not in self.attackers) / (PEERS - ATTACKERS)
-        return self.defence.result(mean)
+        result = self.defence.result(mean)
+        result.curve = curve
+        return result
 
     def recompute(self, names: Sequence[int], epoch: int, peer: int) -> torch.Tensor:
         """The mean gradient of named samples on the model as it was before that epoch's step, in a peer's precision."""

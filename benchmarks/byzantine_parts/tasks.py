@@ -28,3 +28,8 @@ def title(name: str) -> str:
 
 def lost(name: str) -> float:
     return kind(name).lost
+
+
+def is_done(name: str) -> bool:
+    """Has the run without attack learnt all there is in its epochs? Else a worse score may be a later one."""
+    return kind(name).is_done

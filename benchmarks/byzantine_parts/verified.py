@@ -135,10 +135,11 @@ class Verified(Defence):
         reveals = {peer: one.reveal(*_digests(exchange, peer)) for peer, one in rounds.items()}
         for peer, heard in self._told("reveal", rounds, reveals).items():
             self._timed(rounds[peer].hear_reveals, heard)
+        lost = {peer: one.lost({part.reducer for part in exchange.parts}) for peer, one in rounds.items()}
         self._state(rounds, exchange)
         self._prove(group)
         self._note(rounds, exchange)
-        return self._taken(group, exchange)
+        return self._taken(group, exchange, lost)
 
     def _trusted(self, rounds: Mapping[int, VerifiedRound]) -> frozenset[int]:
         honest = [rounds[peer].trusted for peer in rounds if peer not in self.swarm.attackers]
@@ -171,7 +172,7 @@ class Verified(Defence):
             index = sum(part.reducer == group.index(piece.reducer) for part in parts)
             parts.append(Part(group.index(piece.reducer), index))
             present = {p: vectors[p][piece.place] for p in reducers if counted[piece.reducer][p] == index}
-            kept = self.kept(present, sent)
+            kept = self.swarm.conduct(piece.reducer).counts(self.kept(present, sent), self.swarm.attackers)
             for peer in kept:
                 counted[piece.reducer][peer] += 1
             average = arrived(self.reduce([present[p] for p in kept], [sent[p].weight for p in kept])) if kept else None
@@ -204,17 +205,24 @@ class Verified(Defence):
                 rows = directions(before.seed, self.swarm.task.size, self.settings.sums)
                 before.prove(accuser, sender, part, exchange.numbers(before.group[sender], rows)[part])
 
-    def _taken(self, group: Sequence[int], exchange: Exchange) -> dict[int, torch.Tensor]:
-        """Members that were answered alike have one vector. What nobody answered is zero for all: who kept its own
-        there would have a model of its own, and what it computes would look false to the others."""
+    def _taken(
+        self, group: Sequence[int], exchange: Exchange, lost: Mapping[int, frozenset[int]]
+    ) -> dict[int, torch.Tensor]:
+        """Members that were answered alike have one vector. What nobody answered is zero for all, as is what most were
+        answered otherwise: who kept its own there would have a model of its own, and what it computes would look false
+        to the others."""
         vectors: dict[tuple, torch.Tensor] = {}
         taken = {}
         for peer in group:
-            key = tuple(map(id, exchange.answers[peer]))
+            answers = [
+                None if part.reducer in lost[peer] else answer
+                for part, answer in zip(exchange.parts, exchange.answers[peer], strict=True)
+            ]
+            key = tuple(map(id, answers))
             if key not in vectors:
                 vectors[key] = torch.cat([
                     torch.zeros(piece.place.stop - piece.place.start) if answer is None else answer
-                    for piece, answer in zip(exchange.pieces, exchange.answers[peer], strict=True)
+                    for piece, answer in zip(exchange.pieces, answers, strict=True)
                 ])  # fmt: skip
             taken[peer] = vectors[key]
         return taken

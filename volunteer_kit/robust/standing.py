@@ -101,8 +101,8 @@ class Standing:
                 memory.pop(next(iter(memory)))
 
     def suspend(self, peer: Peer) -> None:
-        """It did not answer, or is at fault: what it sends counts again once it was found right, and each time it takes
-        twice as much for that."""
+        """It did not answer, or is at fault: what it sends counts again once it was found right. Each time it takes
+        twice as much for that; as much again, found right while it was trusted, and that time is forgotten."""
         if self._trusted.pop(peer, self) is None:
             self._lost[peer] += 1
         self._proven[peer] = 0
@@ -113,12 +113,18 @@ class Standing:
         :returns: samples that are to be credited now: those of its probation, when it ends
         """
         self._proven[peer] = self._proven.get(peer, 0) + microbatches
-        if self.is_trusted(peer) or self.is_banned(peer):
+        if self.is_banned(peer):
+            return 0.0
+        is_proven = self._proven[peer] >= self.settings.probation << min(10, max(0, self._lost.get(peer, 0) - 1))
+        if self.is_trusted(peer):
+            if is_proven and self._lost.get(peer):
+                self._lost[peer] -= 1
+                self._proven[peer] = 0
             return 0.0
         self._owed[peer] += samples
-        if self._proven[peer] < self.settings.probation << min(10, max(0, self._lost[peer] - 1)):
+        if not is_proven:
             return 0.0
-        self._trusted[peer] = None
+        self._trusted[peer], self._proven[peer] = None, 0
         return self._owed.pop(peer)
 
     def strike(self, strike: Strike) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from volunteer_kit.robust.cases import Docket
 from volunteer_kit.robust.checks import Check, Part, is_statement
+from volunteer_kit.robust.disputes import at_fault
 from volunteer_kit.robust.draw import (
     NONCE_SIZE,
     Range,
@@ -19,8 +20,9 @@ from volunteer_kit.robust.draw import (
     joint_seed,
 )
 from volunteer_kit.robust.messages import Accusation, Commit, Duty, Report, Reveal, Samples, Statement, Vote
-from volunteer_kit.robust.reducing import DISTANCE, NORM, SUMS, UNKNOWN, differs, residual
+from volunteer_kit.robust.reducing import NORM, SUMS, differs
 from volunteer_kit.robust.standing import Peer
+from volunteer_kit.robust.told import Told
 
 if TYPE_CHECKING:
     from volunteer_kit.robust.btard import Verifier
@@ -50,8 +52,13 @@ class VerifiedRound:
         self.checks: dict[int, Check] = {}
         self.docket: Docket | None = None
         self.suspects: dict[int, list[int]] = {}  # reducers -> parts that are off
+        self._excused: set[int] = set()  # of them, those that had accused a sender
         self.void = ""  # why this round was not verified
         self._reducers: list[int] = []  # of each part of the vector
+
+    @property
+    def _told(self) -> Told:
+        return Told(self.own, self.commits, self.reveals, self.statements, self.trusted)
 
     # --- 1 ---
 
@@ -127,6 +134,10 @@ class VerifiedRound:
         bad = int(len(weights) * self._settings.bad_share)
         self.docket = Docket(lambda one, rest: draw_jury(self.seed, one, rest, bad), weights)
 
+    def lost(self, reducers: Collection[int]) -> frozenset[int]:
+        """Of these reducers, those whose answers must not be taken; see Told.lost."""
+        return self._told.lost(reducers)
+
     # --- 4 ---
 
     def state(self, numbers: np.ndarray) -> Statement:
@@ -161,7 +172,7 @@ class VerifiedRound:
             if self.commits[place].weight > 0:
                 why = "it drew other numbers" if place in good else "it did not answer in time"
                 self._verifier.suspend(self.group[place], self.epoch, why)
-        self._suspend_silent_reducers()
+        self._settle_disputes(parts)
         self._look_at_reducers(parts, answers)
         self._look_at_senders(parts, held)
         for target in self.targets & self.statements.keys():
@@ -175,52 +186,31 @@ class VerifiedRound:
             if len(statements) / 4 <= missed < len(statements):
                 self._verifier.suspend(self.group[place], self.epoch, "only some members were told its number")
 
-    def _suspend_silent_reducers(self) -> None:
-        for place in set(self._reducers) - {self.own}:
-            unanswered = sum(not reveal.answers[place] for reveal in self.reveals.values())
-            if 2 * unanswered > len(self.reveals):
-                self._verifier.suspend(self.group[place], self.epoch, "it did not return the average of its part")
+    def _settle_disputes(self, parts: Sequence[Part]) -> None:
+        claims = self._told.at_odds(parts, 1 - 2 * self._settings.bad_share)
+        members, reducers = self.trusted & self.statements.keys(), {part.reducer for part in parts}
+        for pair in at_fault(claims, len(members) - 1, len(reducers) - 1):
+            for place in pair:
+                others = " and ".join(str(self.group[one]) for one in pair - {place}) or "most of the others"
+                why = f"what it and {others} say of this round cannot both be true"
+                self._verifier.suspend(self.group[place], self.epoch, why)
 
     def _look_at_reducers(self, parts: Sequence[Part], answers: np.ndarray) -> None:
-        for position, part in enumerate(parts):
-            reveal = self.reveals.get(part.reducer)
-            can_object = part.reducer in self.statements  # it has seen what its senders state
-            if not can_object or not np.isfinite(answers[position]).all():
-                continue
-            own = self.reveals.get(self.own)
-            if own is not None and own.answers[part.reducer] not in (b"", reveal.answers[part.reducer]):
-                self._vote(part.reducer, "equivocation", True)
-                continue
-            counted = [p for p in sorted(self.commits) if p < len(reveal.counted) and reveal.counted[p] > part.index]
-            if not self._are_most(counted):  # it could else count whom it likes, or itself alone
-                self.suspects.setdefault(part.reducer, []).append(position)
-                continue
-            if any(place not in self.statements for place in counted):
-                continue
-            numbers = np.stack([self.statements[place].numbers[position] for place in counted])
-            for row in numbers:  # a reducer could else keep its answers from being checked by leaving one unanswered
-                if row[DISTANCE] >= UNKNOWN:
-                    row[DISTANCE] = np.linalg.norm(row[SUMS:] - answers[position, 1:])  # estimated
-            weights = [self.commits[place].weight for place in counted]
-            if sum(weights) <= 0:
-                continue
-            off = residual(numbers, weights, answers[position], self._verifier.clips)
-            if off > self._settings.tolerance:
-                self.suspects.setdefault(part.reducer, []).append(position)
-
-    def _are_most(self, counted: Collection[int]) -> bool:
-        """Do these have half of the weight that should enter?"""
-        weights = {place: self.commits[place].weight for place in self.trusted & self.statements.keys()}
-        return 2 * sum(self.commits[place].weight for place in counted) >= sum(weights.values())
+        reducers = {part.reducer for part in parts}
+        for place in self._told.silent(reducers) - {self.own}:
+            self._verifier.suspend(self.group[place], self.epoch, "it did not return the average of its part")
+        self.suspects = self._told.off(parts, answers, self._verifier.clips, self._settings.tolerance)
+        for place in self._told.have_equivocated(self.own, reducers) & self.statements.keys():
+            self._vote(place, "equivocation", True)
+            self.suspects.pop(place, None)
 
     def _look_at_senders(self, parts: Sequence[Part], held: Mapping[int, np.ndarray]) -> None:
         """What a sender states of our part matters if it is looked at, or if with it our answer seems wrong."""
         own = [position for position, part in enumerate(parts) if part.reducer == self.own]
         looks_wrong = self.suspects.pop(self.own, None) is not None
         for place in held.keys() & (self.statements.keys() if looks_wrong else self.targets & self.statements.keys()):
-            said = self.statements[place].numbers
-            rows = zip(own, held[place], strict=False)
-            wrong = next((position for position, true in rows if differs(said[position], true)), None)
+            rows, told = zip(own, held[place], strict=False), self._told
+            wrong = next((at for at, true in rows if differs(told.numbers(place, at, self.own), true)), None)
             if wrong is not None and place != self.own:
                 self._verifier.say(Accusation(self.round_id, place, wrong))
 
@@ -298,10 +288,12 @@ class VerifiedRound:
         """Nothing came of it when the accuser was asked for the bytes: nobody is at fault, and it loses standing."""
         why = "it did not show what it had accused another of"
         self._verifier.suspend(self.group[accuser], self.epoch, why)
+        if accuser in self._excused:
+            self._vote(accuser, "reducer", True)
 
     def prove(self, accuser: int, sender: int, part: int, true: np.ndarray | None) -> None:
         """:param true: numbers, (2 + sums,), of bytes that the sender had committed to; None: other bytes were shown"""
-        guilty = true is not None and differs(self.statements[sender].numbers[part], true)
+        guilty = true is not None and differs(self._told.numbers(sender, part, accuser), true)
         self._vote(sender, "statement", guilty, accuser=accuser)
 
     def close_suspects(self, present: Collection[Peer]) -> None:
@@ -312,7 +304,9 @@ class VerifiedRound:
         for reducer in [place for place in self.suspects if self.group[place] in present]:
             positions = self.suspects.pop(reducer)
             accused = {case.accused for case in self.docket.cases.values() if case.accuser == reducer}
-            if positions and not accused:
+            if accused:
+                self._excused.add(reducer)
+            elif positions:
                 self._vote(reducer, "reducer", True)
 
     def take_vote(self, place: int, vote: Vote) -> None:

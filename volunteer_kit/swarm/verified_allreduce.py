@@ -17,7 +17,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from volunteer_kit.robust.messages import Commit
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.held_parts import RefusedPart, read_values
-from volunteer_kit.swarm.verify_wire import PART_DIGEST, part_digest
+from volunteer_kit.swarm.verify_wire import ANSWER_DIGEST, PART_DIGEST, part_digest
 
 NOT_PROMISED = "bytes that it had not committed to"
 NO_PROMISE = "it had committed to nothing"
@@ -44,7 +44,7 @@ class EncodedParts:
 
     def digests(self) -> bytes:
         """What is promised."""
-        return b"".join(part_digest(message.buffer) for message in self.messages)
+        return b"".join(part_digest(message) for message in self.messages)
 
     def decoded(self, place: int) -> torch.Tensor:
         """As the reducer reads it; (size,) float32."""
@@ -58,7 +58,7 @@ class VerifiedAllReduce(SwarmAllReduce):
         super().__init__(**kwargs)
         self._encoded, self._commits = encoded, commits
         self.kept: dict[PeerID, list[runtime_pb2.Tensor]] = defaultdict(list)  # what senders have sent us, whole parts
-        self._answers = [hashlib.blake2b(digest_size=16) for _ in self.ordered_peer_ids]
+        self._answers = [hashlib.blake2b(digest_size=ANSWER_DIGEST) for _ in self.ordered_peer_ids]
         self.answered = [0] * len(self.ordered_peer_ids)  # parts of each reducer
         self.own = self.ordered_peer_ids.index(self.peer_id)
         first = self.first_part(self.own)
@@ -111,7 +111,7 @@ class VerifiedAllReduce(SwarmAllReduce):
         async for message in stream:
             place = first + len(self.kept[sender])
             promised = commit.parts[place * PART_DIGEST : (place + 1) * PART_DIGEST]
-            if part_digest(message.tensor_part.buffer) != promised or message.weight != commit.weight:
+            if part_digest(message.tensor_part) != promised or message.weight != commit.weight:
                 self.refused[sender] = NOT_PROMISED
                 raise RefusedPart(NOT_PROMISED)
             self.kept[sender].append(message.tensor_part)
@@ -130,7 +130,7 @@ class VerifiedAllReduce(SwarmAllReduce):
         await super()._receive_averages(peer_id, peer_index, Noted(stream, note))
 
     def _note_answer(self, reducer: int, message: runtime_pb2.Tensor) -> None:
-        self._answers[reducer].update(message.buffer)
+        self._answers[reducer].update(part_digest(message, ANSWER_DIGEST))
         self.answered[reducer] += 1
 
 

@@ -183,6 +183,9 @@ class VerifiedAverager(SwarmAverager):
         except Exception as error:
             logger.warning(f"This round was not verified: {error!r}")
             exchange.round.void = repr(error)[:200]
+        if exchange.lost:
+            outcome.received = await asyncio.to_thread(exchange.drop_lost, self._runner, tensors)
+            outcome.failed_reducers = tuple(str(exchange.round.group[place]) for place in sorted(exchange.lost))
         outcome.verdicts = Verdicts(
             trusted=exchange.round.own in exchange.round.trusted,
             apart=exchange.round.own in exchange.round.apart,

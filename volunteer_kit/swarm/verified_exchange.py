@@ -85,6 +85,7 @@ class VerifiedExchange:
         self.evidence: dict[tuple[int, int], runtime_pb2.Tensor] = {}  # (sender, part) -> what it had sent
         self._table: Table | None = None
         self.sent_bytes = 0
+        self.lost: frozenset[int] = frozenset()  # reducers whose answers do not count
 
     async def commit(self, weight: float, samples: Samples, encoded: EncodedParts) -> None:
         """Promise, and hear what the others promise; then it is known whose parts enter."""
@@ -117,6 +118,7 @@ class VerifiedExchange:
         digests = [runner.answer_digest(place) for place in group]
         counted = [runner.counted(peer) for peer in self.round.group]
         self.round.hear_reveals(await self._tell(REVEAL, self.round.reveal(digests, counted)))
+        self.lost = self.round.lost(set(runner.reducers))
         table = await asyncio.to_thread(Table, self.encoded, runner, answers, self.round.seed, self._sums)
         own = await asyncio.to_thread(table.of_ours)
         heard = await self._tell(STATEMENT, self.round.state(own))
@@ -126,6 +128,18 @@ class VerifiedExchange:
             await asyncio.to_thread(self.round.hear_statements, heard, parts, table.answers, held)
         self._keep_evidence(runner)
         self._table = table
+
+    def drop_lost(self, runner: VerifiedAllReduce, answers: Sequence[torch.Tensor]) -> float:
+        """Zero what those answered that do not count, as if nothing had come. :returns: the share of values left"""
+        vector = torch.cat([tensor.reshape(-1) for tensor in answers])
+        dropped = 0
+        for part, reducer in zip(vector.split(self.encoded.sizes), runner.reducers, strict=True):
+            if reducer in self.lost:
+                part.zero_()
+                dropped += part.numel()
+        for tensor, values in zip(answers, vector.split([tensor.numel() for tensor in answers]), strict=True):
+            tensor.copy_(values.view_as(tensor))
+        return 1.0 - dropped / max(1, len(vector))
 
     @property
     def _sums(self) -> int:
@@ -152,7 +166,7 @@ class VerifiedExchange:
             return
         try:
             promised = self.round.commits[sender].parts[part * PART_DIGEST : (part + 1) * PART_DIGEST]
-            if part_digest(answer.tensor_part.buffer) == promised:
+            if part_digest(answer.tensor_part) == promised:
                 values = await asyncio.to_thread(read_values, answer.tensor_part)
                 true = await asyncio.to_thread(self._table.row, part, values.reshape(-1))
         except Exception as error:  # bytes that nobody can read prove nothing

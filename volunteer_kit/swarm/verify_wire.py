@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 from cryptography.exceptions import UnsupportedAlgorithm
 from hivemind.p2p import PeerID
+from hivemind.proto import runtime_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from volunteer_kit.auth.access_token import peer_id_of_key
@@ -26,16 +27,20 @@ from volunteer_kit.robust.standing import CAUSES
 COMMIT, REVEAL, STATEMENT = STAGES = range(3)
 MAX_ENVELOPE = 2**21  # bytes; a statement of 125.9 M parameters has about 20 KB, a list of 4,096 samples 60 KB
 PART_DIGEST = 8  # bytes
+ANSWER_DIGEST = 16  # bytes
 MAX_PARTS = 2**16
 MAX_NAME = 256  # bytes
 MAX_MEMBERS = 1024
 MAX_ROUND_ID = 256  # bytes
 
 
-def part_digest(buffer: bytes) -> bytes:
-    """Of a part as it is sent. Who shows it later is the one who received it, so a sender gains nothing by two parts of
-    one digest."""
-    return hashlib.blake2b(buffer, digest_size=PART_DIGEST, person=b"part").digest()
+def part_digest(part: runtime_pb2.Tensor, digest_size: int = PART_DIGEST) -> bytes:
+    """Of a part as it is sent, and how it is to be read: the same bytes are other values in another codec. Who shows it
+    later is the one who received it, so a sender gains nothing by two parts of one digest."""
+    about = repr((part.compression, part.dtype, tuple(part.size), len(part.buffer))).encode()
+    digest = hashlib.blake2b(about, digest_size=digest_size, person=b"part")
+    digest.update(part.buffer)
+    return digest.digest()
 
 
 # --- messages ---
@@ -73,7 +78,7 @@ def _commit(weight, samples, parts, nonce, distrusts, bans, due, news) -> Commit
 
 
 def _reveal(nonce, answers, counted) -> Reveal:
-    answers = tuple(_bytes(answer, 16) for answer in _list(answers, MAX_MEMBERS))
+    answers = tuple(_bytes(answer, ANSWER_DIGEST) for answer in _list(answers, MAX_MEMBERS))
     return Reveal(_bytes(nonce, 16), answers, tuple(_count(n) for n in _list(counted, MAX_MEMBERS)))
 
 

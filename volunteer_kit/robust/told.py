@@ -1,0 +1,117 @@
+"""What the members of a round have told, and what follows from it for those who reduced and those who sent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from volunteer_kit.robust.checks import Part
+from volunteer_kit.robust.messages import Commit, Reveal, Statement
+from volunteer_kit.robust.reducing import DISTANCE, SUMS, UNKNOWN, residual
+
+
+@dataclass(frozen=True)
+class Told:
+    """By place in the group, as `own` has heard it; `trusted`: those whose work enters."""
+
+    own: int
+    commits: Mapping[int, Commit]
+    reveals: Mapping[int, Reveal]
+    statements: Mapping[int, Statement]
+    trusted: frozenset[int]
+
+    def lost(self, reducers: Collection[int]) -> frozenset[int]:
+        """Reducers whose answers must not be taken: more than half of the trusted members must have had the same one,
+        and we too. A reducer could else give each member a model of its own, and what they compute on it would look
+        false to the others. Nobody, if too few have told theirs."""
+        words = [self.reveals[place].answers for place in self.trusted & self.reveals.keys()]
+        if self.own not in self.reveals or 2 * len(words) <= len(self.trusted):
+            return frozenset()
+        ours = self.reveals[self.own].answers
+        agreed = {r for r in reducers if ours[r] and 2 * sum(theirs[r] == ours[r] for theirs in words) > len(words)}
+        return frozenset(reducers) - agreed
+
+    def silent(self, reducers: Collection[int]) -> set[int]:
+        """Reducers that most members had nothing of."""
+        unanswered = {place: sum(not reveal.answers[place] for reveal in self.reveals.values()) for place in reducers}
+        return {place for place, count in unanswered.items() if 2 * count > len(self.reveals)}
+
+    def have_equivocated(self, place: int, reducers: Collection[int]) -> set[int]:
+        """Reducers that say that they answered otherwise than `place` says that they did."""
+        if place not in self.reveals:
+            return set()
+        had = self.reveals[place].answers
+        return {r for r in reducers & self.reveals.keys() if had[r] not in (b"", self.reveals[r].answers[r])}
+
+    def at_odds(self, parts: Sequence[Part], tolerated: float) -> set[tuple[int, int]]:
+        """(member, reducer) whose words cannot both be true: of what was answered, or of a sender that was left out.
+        Only trusted members' word counts: others could go on for ever, with nothing to lose.
+
+        :param tolerated: share of the weight that a reducer may leave out without being asked
+        """
+        sizes = {part.reducer: part.index + 1 for part in parts if part.reducer in self.reveals}
+        claims = {(place, r) for place in self._here for r in self.have_equivocated(place, sizes.keys())}
+        for reducer, size in sizes.items():
+            left_out = [place for place in self._here if not self._is_counted(place, reducer, size)]
+            if self._share_of(left_out) > tolerated:
+                claims |= {(place, reducer) for place in left_out}
+        return claims
+
+    def numbers(self, sender: int, position: int, reducer: int) -> np.ndarray:
+        """What a sender states of one part, (2 + sums,). Its distance from the answer is left out where it was given
+        another answer than we were."""
+        row = np.array(self.statements[sender].numbers[position], np.float64)
+        answers = [self.reveals[place].answers[reducer] for place in (sender, self.own) if place in self.reveals]
+        if len(answers) < 2 or answers[0] != answers[1]:
+            row[DISTANCE] = UNKNOWN
+        return row
+
+    def off(self, parts: Sequence[Part], answers: np.ndarray, clips: bool, tolerance: float) -> dict[int, list[int]]:
+        """Reducers whose answers are not the rule's, with the parts. Those that stated nothing are left alone: they
+        have not seen what their senders state, and cannot object.
+
+        :param answers: (parts, 1 + sums), length and sketch of what was answered; NaN where nothing was
+        """
+        found: dict[int, list[int]] = {}
+        for position, part in enumerate(parts):
+            if part.reducer not in self.statements or not np.isfinite(answers[position]).all():
+                continue
+            said = self.reveals[part.reducer].counted
+            counted = [place for place in sorted(self.commits) if place < len(said) and said[place] > part.index]
+            if self._residual(counted, position, part.reducer, answers[position], clips) > tolerance:
+                found.setdefault(part.reducer, []).append(position)
+        return found
+
+    def _residual(
+        self, counted: Sequence[int], position: int, reducer: int, answer: np.ndarray, clips: bool
+    ) -> float:
+        """How far an answer is from the rule's, as a share of its length; 0 where it cannot be told."""
+        if 2 * self._share_of(self._here & set(counted)) < 1 and self._weight_of(self._here):
+            return float("inf")  # it could else count whom it likes, or itself alone
+        weights = [self.commits[place].weight for place in counted]
+        if sum(weights) <= 0 or any(place not in self.statements for place in counted):
+            return 0.0
+        numbers = np.stack([self.numbers(place, position, reducer) for place in counted])
+        for row in numbers:  # a reducer could else keep its answers from being checked by leaving one unanswered
+            if row[DISTANCE] >= UNKNOWN:
+                row[DISTANCE] = np.linalg.norm(row[SUMS:] - answer[1:])  # estimated
+        return residual(numbers, weights, answer, clips)
+
+    @property
+    def _here(self) -> frozenset[int]:
+        """Trusted members that went through the whole round."""
+        return frozenset(self.trusted & self.statements.keys())
+
+    def _is_counted(self, place: int, reducer: int, parts: int) -> bool:
+        counted = self.reveals[reducer].counted
+        return self.commits[place].weight <= 0 or (place < len(counted) and counted[place] >= parts)
+
+    def _share_of(self, places: Collection[int]) -> float:
+        """Of the weight that should enter."""
+        total = self._weight_of(self._here)
+        return self._weight_of(places) / total if total > 0 else 0.0
+
+    def _weight_of(self, places: Collection[int]) -> float:
+        return sum(self.commits[place].weight for place in places)
