@@ -21,7 +21,7 @@ from volunteer_kit.home import Home
 from volunteer_kit.reading import Reading
 from volunteer_kit.runs import build_stream, load_run
 from volunteer_kit.supervisor import Supervisor
-from volunteer_kit.swarm.optimizer import StepReport
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.protocol import WorkerSpec
 
 LEASE, OTHER = Lease(0, 0, 0, 8), Lease(0, 1, 0, 8)

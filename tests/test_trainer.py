@@ -14,7 +14,7 @@ import torch
 
 from volunteer_kit.checkpoint import latest_checkpoint
 from volunteer_kit.device import Setting, Tuner, search
-from volunteer_kit.swarm.optimizer import StepReport
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.callbacks import KeepGoodState, SaveCheckpoints
 from volunteer_kit.training.protocol import EVENTS, FinishAt, Leave, WorkerSpec, dump_event, parse_command, parse_event
 from volunteer_kit.training.replicas import Replicas

@@ -13,7 +13,7 @@ from volunteer_kit.data.leases import Lease
 from volunteer_kit.data.ledger import Ledger
 from volunteer_kit.data.stream import Batch, SampleStream
 from volunteer_kit.swarm.leases import SwarmLeases
-from volunteer_kit.swarm.optimizer import StepReport
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.callbacks import Emit
 
 MAX_STATE = 256 * 1024  # bytes of the file

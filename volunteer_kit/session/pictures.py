@@ -12,7 +12,7 @@ from PIL import Image
 from volunteer_kit.home import Home
 from volunteer_kit.run_tokenizers import build_tokenizers
 from volunteer_kit.runs import RunConfig
-from volunteer_kit.swarm.optimizer import StepReport
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.callbacks import Emit
 from volunteer_kit.training.trainer import Callback, Trainer
 

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from volunteer_kit.swarm.optimizer import StepReport
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.trainer import Callback, Trainer
 
 if TYPE_CHECKING:

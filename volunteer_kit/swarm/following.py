@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import hivemind
 import torch
 from hivemind.averaging.control import AveragingStage
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.checkpoint import CheckpointError
 from volunteer_kit.swarm.agreement import BEGINNING, prevailing, read_all, under
+from volunteer_kit.swarm.assembly import AssembledOptimizer
 from volunteer_kit.swarm.obeying import ObeyingOptimizer
 from volunteer_kit.swarm.state import digest
 from volunteer_kit.swarm.transfer import StateRefused
@@ -24,7 +24,7 @@ LAST_RESORT = 3  # times that a lost state is asked for before we go on without
 SETTLED = 1e-6  # relative distance of models at the end of a run; rounding of equal steps stays below it
 
 
-class FollowingOptimizer(ObeyingOptimizer, hivemind.Optimizer):
+class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
     """hivemind.Optimizer that knows whose state is right, and takes it when its own is not."""
 
     _just_loaded = False  # and not stepped since

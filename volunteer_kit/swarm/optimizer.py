@@ -10,21 +10,13 @@ from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
 
-from volunteer_kit.robust.mean import weighted_mean
-from volunteer_kit.robust.median import coordinate_median
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
 from volunteer_kit.swarm.believed_speed import Speeds
-from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
-from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
-from volunteer_kit.swarm.reach import Reach
 from volunteer_kit.swarm.receipts import Reduced
-from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.round import Round
-from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.told_group import LED_APART
-from volunteer_kit.swarm.traffic import Traffic
 from volunteer_kit.swarm.uncertain import UncertainSteps
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
@@ -37,15 +29,7 @@ ALONE_AFTER_ALL = 90.0  # s without anybody until a peer that has met others tak
 class SwarmOptimizer(VerifyingOptimizer):
     """hivemind.Optimizer with checked, equal averaging and exact state transfer.
 
-    :param peer: a running Peer
-    :param options: what all peers share
-    :param params: parameters or parameter groups, on the training device
-    :param optimizer: parameter groups -> optimizer that holds its zero state already (hivemind would otherwise take a
-        real step with zero gradients to create it)
-    :param scheduler: optimizer -> scheduler, stepped once an epoch
-    :param reduce: seam: the reduction rule
-    :param state_reduce: that of rounds in which parameters are averaged, where a mean would carry everybody some of the
-        way to a liar
+    :param parts: as of AssembledOptimizer
     """
 
     _attends = False  # trains nothing
@@ -53,124 +37,19 @@ class SwarmOptimizer(VerifyingOptimizer):
     speeds: Speeds | None = None  # what the others' devices can have done; None: not known
     on_reduced: Callable[[Reduced], None] | None = None  # told of each round that had a group
 
-    def __init__(
-        self,
-        *,
-        peer: Peer,
-        options: SwarmOptions,
-        params,
-        optimizer: Callable,
-        scheduler: Callable | None = None,
-        reduce: Reduce = weighted_mean,
-        state_reduce: Reduce = coordinate_median,
-    ):
-        self.options = options
+    def __init__(self, *, peer: Peer, options: SwarmOptions, **parts: Any):
         self.reports: deque[StepReport] = deque(maxlen=1000)  # of global steps not yet taken by the trainer
-        self._traffic = Traffic(options.max_mbps)
-        self._seams = {"admission": peer.admission, "reduce": reduce, "traffic": self._traffic}
-        self._state_reduce = state_reduce
         self._report: dict[str, Any] = {}  # of the global step under way
         self._last_began: float | None = None  # time.monotonic() of our last round
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
-        self._begun: list[Any] = []  # parts with threads and processes of their own
         self._begin_verifying()
-        try:
-            super().__init__(
-                dht=peer.dht,
-                client_mode=peer.client_mode,  # None on a client-mode DHT crashes after the first epoch
-                params=params,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                **options.of_hivemind(),
-            )
-        except BaseException:  # with a part left running, the program would never end
-            for part in reversed(self._begun):
-                part.shutdown()
-            raise
-        self.reach = Reach(peer.dht, options.alone_after)
-
-    # --- parts, made ours ---
-
-    def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> SwarmProgressTracker:
-        options = self.options
-        limits = Limits(target_batch_size, options.max_samples_per_second, options.min_epoch_seconds)
-        tracker = SwarmProgressTracker(
-            self.dht,
-            self.run_id,
-            target_batch_size,
-            limits=limits,
-            report_period=options.refresh_period / 2,
-            client_mode=self.client_mode,
-            status_loglevel=self.status_loglevel,
-            start=True,
-            **kwargs,
-        )
-        self._begun.append(tracker)
-        return tracker
-
-    def _averager_options(self, max_weight: float) -> dict[str, Any]:
-        return {
-            "dht": self.dht,
-            "min_matchmaking_time": self.matchmaking_time,
-            "allreduce_timeout": self.allreduce_timeout,
-            "next_chunk_timeout": self.next_chunk_timeout,
-            "shutdown_timeout": self.shutdown_timeout,
-            "client_mode": self.client_mode,
-            "max_weight": max_weight,
-            "declare_state_period": 10.0,  # s; a vanished donor is forgotten as fast
-            **self._seams,
-        }
-
-    def _make_state_averager(self, **kwargs) -> SwarmStateAverager:
-        averager = SwarmStateAverager(
-            prefix=f"{self.run_id}_state_averager",
-            offload_optimizer=True,
-            custom_gradients=True,
-            initialize_optimizer=False,  # the factory's has its zero state; hivemind's trial step would move the model
-            status_loglevel=self.status_loglevel,
-            start=True,
-            measures_steps=self.options.average_state_every > 0,
-            **{**self._averager_options(max_weight=1.0), "reduce": self._state_reduce},
-            **kwargs,
-        )
-        self._begun.append(averager)
-        return averager
-
-    def _make_gradient_averager(self, factory, **kwargs) -> SwarmGradientAverager:
-        # a fast peer may pass the target while others are at their last microbatch, hence more than one target
-        options = self._averager_options(max_weight=2.0 * self.target_batch_size)
-        options |= {"verification": self.options.verification, "clips": self.options.clips}
-
-        def make(**hivemind_kwargs) -> SwarmGradientAverager:
-            self._begun.append(SwarmGradientAverager(**{**hivemind_kwargs, **options, "allow_state_sharing": False}))
-            return self._begun[-1]
-
-        return super()._make_gradient_averager(make, **kwargs)
-
-    def traffic(self) -> tuple[int, int]:
-        """(bytes sent, bytes received) by this peer so far, in rounds and as states."""
-        return self._traffic.totals
-
-    @property
-    def cut_off(self) -> str | None:
-        """Why we are out of the others' reach, None if we are not. Until it is over no step is taken and no more than
-        an epoch's samples are kept."""
-        return self.reach.cut_off
-
-    @property
-    def cut_off_for(self) -> float:
-        """s since somebody last answered, 0 unless cut off. It heals by itself; after many minutes try a restart."""
-        return self.reach.cut_off_for
+        super().__init__(peer=peer, options=options, **parts)
 
     def settle(self, patience: float = 0.0) -> str:
         held = super().settle(patience)
         if self.tracker.global_progress.num_peers <= 1 and self.cut_off is None:
             self.uncertain_steps.shared()  # with nobody: there is no other model
         return held
-
-    def shutdown(self) -> None:
-        self.reach.close()
-        super().shutdown()
 
     # --- one microbatch ---
 
