@@ -190,10 +190,9 @@ class VerifiedRound:
         claims = self._told.at_odds(parts, 1 - 2 * self._settings.bad_share)
         members, reducers = self.trusted & self.statements.keys(), {part.reducer for part in parts}
         for pair in at_fault(claims, len(members) - 1, len(reducers) - 1):
+            who = "another member contradicts" if len(pair) > 1 else "most others contradict"
             for place in pair:
-                others = " and ".join(str(self.group[one]) for one in pair - {place}) or "most of the others"
-                why = f"what it and {others} say of this round cannot both be true"
-                self._verifier.suspend(self.group[place], self.epoch, why)
+                self._verifier.suspend(self.group[place], self.epoch, f"{who} it about this round")
 
     def _look_at_reducers(self, parts: Sequence[Part], answers: np.ndarray) -> None:
         reducers = {part.reducer for part in parts}
