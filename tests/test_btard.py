@@ -297,6 +297,19 @@ def test_who_says_that_it_was_answered_otherwise_takes_one_reducer_with_it_and_n
         assert standing_of(group, "sly") == [False] and verdicts(group) == {}
 
 
+def test_a_reducer_that_says_it_answered_nothing_or_otherwise_than_it_did():
+    for own, causes in ((b"", {}), (b"b", {"bad": ["equivocation"]})):
+
+        def say(stage, round_, message, own=own):
+            if stage != 1 or round_.epoch > 0:
+                return message
+            return replace(message, answers=(*message.answers[:5], own))
+
+        group = make({"bad": {"says": say}}, rules=replace(ALWAYS, share=0.0))
+        group.run(2)
+        assert standing_of(group, "bad") == [False] and verdicts(group) == causes
+
+
 def test_answers_that_most_have_not_had_do_not_count():
     group = make({"bad": {}})
     group.run(1)

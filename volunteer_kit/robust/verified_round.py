@@ -200,7 +200,8 @@ class VerifiedRound:
             self._verifier.suspend(self.group[place], self.epoch, "it did not return the average of its part")
         self.suspects = self._told.off(parts, answers, self._verifier.clips, self._settings.tolerance)
         for place in self._told.have_equivocated(self.own, reducers) & self.statements.keys():
-            self._vote(place, "equivocation", True)
+            if self.reveals[place].answers[place]:  # else it was cut off, or wants to seem so: it has lost standing
+                self._vote(place, "equivocation", True)
             self.suspects.pop(place, None)
 
     def _look_at_senders(self, parts: Sequence[Part], held: Mapping[int, np.ndarray]) -> None:
