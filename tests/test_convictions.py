@@ -6,6 +6,7 @@ import itertools
 import multiprocessing as mp
 import time
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
@@ -15,7 +16,8 @@ from hivemind.utils import get_dht_time
 from tests.convicting import strike_of
 from tests.trust import RunKeys
 from volunteer_kit.auth.access_token import BanList, account_digest
-from volunteer_kit.auth.evidence import CAUSES, MAX_DETAILS
+from volunteer_kit.auth.evidence import CAUSES, MAX_DETAILS, Cause
+from volunteer_kit.robust import standing
 from volunteer_kit.swarm import conviction_keeper as keeping
 from volunteer_kit.swarm.admission import Admission, NotAdmitted
 from volunteer_kit.swarm.condemned import CAPACITY, Condemned
@@ -111,6 +113,12 @@ def test_a_strike_is_of_now_and_causes_have_words():
     assert abs(strike.at - get_dht_time()) < 5 and {strike, strike} == {strike}
     for cause in CAUSES:
         assert strike_of(A, cause=cause).cause == cause
+
+
+def test_a_cause_has_the_same_words_wherever_it_is_told():
+    """robust and auth do not know each other: each has the causes for itself."""
+    assert standing.CAUSES == CAUSES
+    assert set(CAUSES) == set(get_args(Cause)) == set(get_args(standing.Cause))
 
 
 def test_the_largest_values_fit_into_the_dht():

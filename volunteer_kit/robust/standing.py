@@ -9,13 +9,13 @@ from typing import Literal
 
 Peer = Hashable
 Cause = Literal["gradient", "false_report", "reducer", "statement", "false_accusation", "equivocation"]
-CAUSES: dict[str, str] = {
+CAUSES: dict[str, str] = {  # the words of auth/evidence.py, which this room cannot see
     "gradient": "what it sent is not what its samples give",
-    "false_report": "what it reported of another's samples is not what they give",
-    "reducer": "the average that it returned is not the rule's",
-    "statement": "what it said of its gradients is not what it had sent",
-    "false_accusation": "it accused another member falsely",
-    "equivocation": "it told members different things",
+    "false_report": "what it reported of another's samples was wrong",
+    "reducer": "the average that it made is not the one that the rule gives",
+    "statement": "what it said of its parts is not what it sent",
+    "false_accusation": "it accused somebody who had done nothing wrong",
+    "equivocation": "it told different members different things",
 }
 MAX_REMEMBERED = 10_000  # peers
 

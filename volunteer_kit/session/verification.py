@@ -10,13 +10,14 @@ import torch
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
+from volunteer_kit.auth.evidence import CAUSES, MAX_DETAILS
 from volunteer_kit.data.errors import NoSuchSample
 from volunteer_kit.data.source import SampleName
 from volunteer_kit.robust.messages import Event
 from volunteer_kit.robust.standing import Strike
 from volunteer_kit.session.options import compute_loss
 from volunteer_kit.swarm.conviction_keeper import Case, ConvictionKeeper
-from volunteer_kit.swarm.convictions import MAX_DETAILS, ConvictionBoard
+from volunteer_kit.swarm.convictions import ConvictionBoard
 from volunteer_kit.swarm.convictions import Strike as SignedStrike
 from volunteer_kit.swarm.receipts import round_digest
 from volunteer_kit.swarm.verified_exchange import Verdicts
@@ -141,15 +142,5 @@ def signed(strike: Strike) -> SignedStrike:
         jurors_for=strike.votes_for,
         jurors_against=strike.votes_against,
         group_size=strike.electors,
-        details=f"epoch {strike.epoch}: {SAID[strike.cause]}{difference}; {agreed}"[:MAX_DETAILS],
+        details=f"epoch {strike.epoch}: {CAUSES[strike.cause]}{difference}; {agreed}"[:MAX_DETAILS],
     )
-
-
-SAID = {
-    "gradient": "its samples were computed again, and what it had sent was another thing",
-    "false_report": "it computed another member's samples again, and reported another result than they give",
-    "reducer": "the average that it returned is not that of what it was sent",
-    "statement": "what it said of its gradients is not what it had sent",
-    "false_accusation": "it accused another member of what that one had not done",
-    "equivocation": "it returned different averages to different members",
-}

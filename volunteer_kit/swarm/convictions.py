@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
@@ -26,11 +26,11 @@ from pydantic.v1 import conbytes as _conbytes
 
 from volunteer_kit.auth.access_token import PEER_ID_BYTES
 from volunteer_kit.auth.evidence import (
-    CAUSES,
     FORGOTTEN_AFTER,
     MAX_DETAILS,
     MAX_FINDINGS,
     MAX_SIGNERS,
+    Cause,
     Evidence,
     Finding,
     Signature,
@@ -42,8 +42,6 @@ from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.identity import is_peer_id
 from volunteer_kit.swarm.receipts import DIGEST_SIZE, PATIENCE
 from volunteer_kit.swarm.records import MAX_EPOCH, read_record
-
-__all__ = ["CAUSES", "MAX_DETAILS", "ConvictionBoard", "Strike", "evidence_of", "is_convicted", "words_of"]
 
 logger = get_logger(__name__)
 LIFETIME = 1800.0  # s that a conviction stays in the DHT without renewal
@@ -62,7 +60,7 @@ class Strike(BaseModel):
 
     :param accused: the peer's id, 34 bytes
     :param epoch: and `round`, receipts.round_digest of the round's id: where it was
-    :param cause: a key of CAUSES
+    :param cause: a key of evidence.CAUSES, which has the words for it
     :param jurors_for: who confirmed it, and `jurors_against`, of `group_size` members
     :param details: one line for moderators, MAX_DETAILS characters at most, in plain words
     :param at: DHT time, s, when the member came to it
@@ -71,7 +69,7 @@ class Strike(BaseModel):
     accused: _Peer
     epoch: conint(strict=True, ge=0, lt=MAX_EPOCH)
     round: _conbytes(strict=True, min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)
-    cause: Literal["gradient", "false_accusation", "false_report", "reducer", "statement", "equivocation"]
+    cause: Cause
     jurors_for: _Count
     jurors_against: _Count
     group_size: _Count
