@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
-from volunteer_kit.swarm.records import SwarmProgressTracker
+from volunteer_kit.swarm.progress import SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
 
 

@@ -9,7 +9,7 @@ from hivemind.p2p import PeerID
 
 from tests.somebody import Somebody, entry
 from volunteer_kit.swarm.believed_progress import Claims, Worth, believed_samples
-from volunteer_kit.swarm.records import PACE, Limits, SwarmProgressTracker, epochs_ahead
+from volunteer_kit.swarm.progress import PACE, Limits, SwarmProgressTracker, epochs_ahead
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 

@@ -1,4 +1,4 @@
-"""What peers write about themselves: who signed it, whether it can be true, and the same through a real DHT."""
+"""What peers write about themselves: who signed it, whether it fits the schema, and the same through a real DHT."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import P2P, PeerID
 
-from tests.somebody import LIFETIME, NOW, Somebody, entry, record_of, store_as
+from tests.somebody import Somebody, entry, record_of, store_as
 from volunteer_kit.swarm.identity import load_private_key, peer_id_of_owner
-from volunteer_kit.swarm.records import Limits, PeerBoard, is_plausible, parse_record, peers_key
+from volunteer_kit.swarm.records import PeerBoard, parse_record, peers_key
 
 
 @pytest.fixture(scope="module")
@@ -95,43 +95,6 @@ def test_a_record_counts_only_for_the_peer_that_signed_it(people):
 def test_what_is_no_record_is_dropped(people, broken):
     subkey, value = broken(people[0])
     assert parse_record(LocalTrainingProgress, subkey, value) is None
-
-
-# --- could it be true? ---
-
-LIMITS = Limits(target_batch_size=256, max_samples_per_second=1000.0)
-
-
-def claim(**changes) -> LocalTrainingProgress:
-    values = dict(peer_id=b"x", epoch=3, samples_accumulated=10, samples_per_second=5.0, time=NOW, client_mode=False)
-    return LocalTrainingProgress.construct(**{**values, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes, plausible",
-    [
-        ({}, True),
-        ({"samples_per_second": 0.0}, True),
-        ({"samples_per_second": 1000.0}, True),
-        ({"samples_per_second": 1000.1}, False),
-        ({"samples_per_second": float("inf")}, False),
-        ({"samples_per_second": float("nan")}, False),
-        ({"samples_accumulated": 1024}, True),
-        ({"samples_accumulated": 1025}, False),
-        ({"samples_accumulated": 10**12}, False),
-        ({"time": NOW + 4.9}, True),
-        ({"time": NOW + 5.1}, False),
-        ({"time": NOW + 1e9}, False),
-        ({"time": NOW - 119}, True),
-        ({"time": NOW - 121}, False),
-        ({"time": float("nan")}, False),
-        ({"time": float("inf")}, False),
-        ({"epoch": 2**31 - 1}, True),
-        ({"epoch": 2**31}, False),
-    ],
-)
-def test_is_plausible(changes, plausible):
-    assert is_plausible(claim(**changes), LIMITS, NOW, LIFETIME) is plausible
 
 
 # --- through a real DHT ---

@@ -10,15 +10,50 @@ import pytest
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
 
-from tests.somebody import Somebody, entry
+from tests.somebody import LIFETIME, NOW, Somebody, entry
 from volunteer_kit.swarm.identity import peer_id_of_owner
 from volunteer_kit.swarm.peer import Peer
-from volunteer_kit.swarm.records import Limits, SwarmProgressTracker, believed_epoch, is_plausible
+from volunteer_kit.swarm.progress import Limits, SwarmProgressTracker, believed_epoch, is_plausible
 
 
 @pytest.fixture(scope="module")
 def people():
     return [Somebody() for _ in range(5)]
+
+
+LIMITS = Limits(target_batch_size=256, max_samples_per_second=1000.0)
+
+
+def claim(**changes) -> LocalTrainingProgress:
+    values = dict(peer_id=b"x", epoch=3, samples_accumulated=10, samples_per_second=5.0, time=NOW, client_mode=False)
+    return LocalTrainingProgress.construct(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, plausible",
+    [
+        ({}, True),
+        ({"samples_per_second": 0.0}, True),
+        ({"samples_per_second": 1000.0}, True),
+        ({"samples_per_second": 1000.1}, False),
+        ({"samples_per_second": float("inf")}, False),
+        ({"samples_per_second": float("nan")}, False),
+        ({"samples_accumulated": 1024}, True),
+        ({"samples_accumulated": 1025}, False),
+        ({"samples_accumulated": 10**12}, False),
+        ({"time": NOW + 4.9}, True),
+        ({"time": NOW + 5.1}, False),
+        ({"time": NOW + 1e9}, False),
+        ({"time": NOW - 119}, True),
+        ({"time": NOW - 121}, False),
+        ({"time": float("nan")}, False),
+        ({"time": float("inf")}, False),
+        ({"epoch": 2**31 - 1}, True),
+        ({"epoch": 2**31}, False),
+    ],
+)
+def test_is_plausible(changes, plausible):
+    assert is_plausible(claim(**changes), LIMITS, NOW, LIFETIME) is plausible
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer
+from volunteer_kit.swarm.progress import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.reach import Reach
-from volunteer_kit.swarm.records import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.traffic import Traffic
 

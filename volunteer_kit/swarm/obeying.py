@@ -22,7 +22,7 @@ from volunteer_kit.swarm.agreement import LINEAGE_SIZE, Follow
 from volunteer_kit.swarm.arrival import OnDownload
 from volunteer_kit.swarm.manifest import Manifest, Order, Sequences, Statements
 from volunteer_kit.swarm.options import SwarmOptions
-from volunteer_kit.swarm.records import SwarmProgressTracker
+from volunteer_kit.swarm.progress import SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.uncertain import UncertainSteps
 

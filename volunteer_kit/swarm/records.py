@@ -1,44 +1,26 @@
-"""What peers write about themselves into the DHT: signed, typed, bounded; and what of it is believed.
+"""What peers write about themselves into the DHT: signed, typed, bounded.
 
 A record is signed with the peer's libp2p key, so its owner is the very peer id that averaging authenticates. Records
 that do not fit the schema are refused by every DHT node that stores them; numbers that fit but cannot be true (a speed
-no device has, an epoch that time does not allow) are dropped when they are read.
+no device has, an epoch that time does not allow) are dropped when they are read (progress.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
-from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
-from hivemind.utils.logging import get_logger
 from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr
 
-from volunteer_kit.swarm.believed_progress import Claims, believed_samples
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.identity import peer_id_of_owner
 
-logger = get_logger(__name__)
 MAX_PEERS = 10_000
 MAX_EPOCH = 2**31
-PACE = 0.8  # of the median of the last epochs' durations
-DURATIONS = 9  # epochs that it is the median of
-LATE = 5.0  # s without a word; clocks may differ by 3
-
-
-# --- who is here ---
 
 
 class PeerRecord(BaseModel):
@@ -116,250 +98,3 @@ def read_record(dht: DHT, schema: type[BaseModel], subkey: Any, value: Any) -> A
     if record is None or not isinstance(dht, LeanDHT):
         return record
     return record if dht.admission.believes(PeerID(record.peer_id)) else None
-
-
-# --- progress: what decides when the swarm steps ---
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a run's devices and time allow one peer to claim.
-
-    :param max_samples_per_second: of one peer; a generous bound of the fastest machine anybody may bring
-    :param target_batch_size: samples of an epoch; nobody can have accumulated many times of it
-    :param min_epoch_seconds: the swarm cannot do epochs faster than this
-    """
-
-    target_batch_size: int
-    max_samples_per_second: float = 10_000.0
-    min_epoch_seconds: float = 0.2
-
-
-def is_plausible(claim: LocalTrainingProgress, limits: Limits, now: float, lifetime: float) -> bool:
-    """Could this progress be true, whatever the others say?"""
-    return (
-        math.isfinite(claim.time)
-        and now - 2 * lifetime <= claim.time <= now + 5.0  # s; hivemind lets clocks differ by 3
-        and math.isfinite(claim.samples_per_second)
-        and claim.samples_per_second <= limits.max_samples_per_second
-        and claim.samples_accumulated <= 4 * limits.target_batch_size
-        and claim.epoch < MAX_EPOCH
-    )
-
-
-def believed_epoch(claims: Iterable[tuple[int, Hashable]], own_epoch: int, max_advance: int) -> int:
-    """The swarm's epoch from what peers claim: the highest that time allows or another account confirms.
-
-    One peer that claims a million would otherwise be everybody's `global_epoch`, and nobody would average again.
-
-    :param claims: (epoch, account) of the other peers, each plausible by itself
-    :param own_epoch: where we are
-    :param max_advance: epochs that can have passed since we last knew
-    """
-    claims = sorted(claims, key=lambda claim: -claim[0])
-    for i, (epoch, account) in enumerate(claims):
-        confirmed = any(epoch - other <= 1 and other > own_epoch and by != account for other, by in claims[i + 1 :])
-        only_witness = len(claims) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
-        if epoch <= own_epoch + max_advance or confirmed or only_witness:
-            return max(own_epoch, epoch)
-    return own_epoch
-
-
-def epochs_ahead(seconds: float, durations: Sequence[float], min_epoch_seconds: float) -> int:
-    """How far ahead of us one account alone can be believed to be, `seconds` after our epoch began.
-
-    One that claims the next epoch makes everybody end theirs at once, with the samples of a moment. Two accounts are
-    believed as soon as they say it, and one alone when the epoch has lasted PACE of what the last ones did.
-
-    :param durations: s, of the last epochs; while none is known the shortest that a run can have
-    """
-    if not durations:
-        return 2 + int(seconds / min_epoch_seconds)
-    return int(seconds / max(min_epoch_seconds, PACE * median(durations)))
-
-
-class PacedEvent(threading.Event):
-    """An event that lets itself be set once a `period` (s), or at any time while `urgent`."""
-
-    def __init__(self, period: float):
-        super().__init__()
-        self.period, self.urgent = period, True
-        self._last = float("-inf")
-
-    def set(self) -> None:
-        if self.urgent or time.monotonic() - self._last >= self.period:
-            self.urgent = False
-            super().set()
-
-    def clear(self) -> None:
-        self._last = time.monotonic()
-        super().clear()
-
-
-class SwarmProgressTracker(ProgressTracker):
-    """hivemind's tracker, believing only what can be true. `claims_dropped` counts the rest.
-
-    Samples count as far as their claimant's device and its earlier claims make them believable; and an epoch that one
-    account alone says has begun, when nearly as much time has passed as the last ones took.
-
-    hivemind signs and stores a record after every microbatch, 20 a second on a small model; here one a
-    `report_period`, and at once when the epoch changes. Between two the others extrapolate by speed.
-
-    :param limits: bounds of one peer's claims
-    :param report_period: s
-    """
-
-    def __init__(
-        self,
-        dht: DHT,
-        prefix: str,
-        target_batch_size: int,
-        *,
-        limits: Limits,
-        report_period: float = 0.25,
-        start: bool,
-        **kwargs,
-    ):
-        self.limits, self.claims_dropped = limits, 0
-        self.highest_claim = 0  # epoch that somebody claims, believed or not
-        self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
-        self.num_late = 0  # of these, who will not be in the next round: they are gone, or have a state to take first
-        self._attends = False  # trains nothing
-        self._trained = -math.inf  # the last epoch that samples of ours are of
-        self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
-        self._saw_it_begin = False  # that epoch
-        self._durations: deque[float] = deque(maxlen=DURATIONS)  # s, of the last epochs that we saw begin and end
-        self.claims, self._typical_speed = Claims(), math.inf
-        self.speed_limit: Callable[[PeerID, float], float | None] = lambda peer, seconds: None
-        super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
-        self.should_report_progress = PacedEvent(report_period)
-        if start:
-            self.start()
-
-    def attend(self, epoch: int) -> None:
-        """Be counted as a member, at this epoch, without samples."""
-        if not self._attends or self.local_progress.epoch != epoch:
-            self._attends = True
-            self.report_local_progress(epoch, 0)
-
-    async def _progress_reporter(self) -> None:
-        """Stores our record when it has changed, and before it expires.
-
-        hivemind's leaves out who has no samples: whoever only attends would be met in rounds by peers that do not know
-        of it, who call them off again.
-        """
-        loop, last_report = asyncio.get_running_loop(), -math.inf
-        while not self.shutdown_triggered.is_set():
-            patience = max(0.0, last_report - get_dht_time() + self.metadata_expiration / 2)
-            await loop.run_in_executor(None, self.should_report_progress.wait, patience)
-            claim, last_report = self.local_progress, get_dht_time()
-            if self.should_report_progress.is_set():
-                self.should_report_progress.clear()
-            else:  # a microbatch of minutes: told with the old time it would be taken for a lie
-                claim = claim.copy(update={"time": last_report})
-            # not by the claim: where epochs are short it is always one of a beginning, with no samples yet
-            if self._attends or self._trained >= self.global_epoch - 1:
-                key, expiration = self.training_progress_key, last_report + self.metadata_expiration
-                self.dht.store(key, claim.dict(), expiration, subkey=self._local_public_key, return_future=True)
-
-    def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
-        if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
-            self.should_report_progress.urgent = True
-        if samples_accumulated > 0:
-            self._attends, self._trained = False, local_epoch
-        super().report_local_progress(local_epoch, samples_accumulated, update_global_samples)
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        self.should_report_progress.urgent = True
-        super().shutdown(timeout)
-
-    def _account_of(self, peer_id: bytes) -> bytes:
-        known = self.dht.admission.account_of(PeerID(peer_id)) if isinstance(self.dht, LeanDHT) else None
-        return known or peer_id
-
-    def look_again(self, timeout: float) -> None:
-        """Fetch the others' progress now and wait for it, `timeout` s at most."""
-        self.fetched_global_progress_this_epoch.clear()
-        self.global_progress.next_fetch_time = 0.0
-        self.global_state_updated.set()  # wakes the fetcher, which then finds that it is time
-        self.fetched_global_progress_this_epoch.wait(timeout)
-
-    def _note_own_epoch(self) -> None:
-        epoch, since = self._own_epoch
-        if self.local_progress.epoch == epoch:
-            return
-        follows = self.local_progress.epoch == epoch + 1
-        if follows and self._saw_it_begin:
-            self._durations.append(time.monotonic() - since)
-        self._own_epoch, self._saw_it_begin = (self.local_progress.epoch, time.monotonic()), follows
-
-    def _as_believed(self, claim: LocalTrainingProgress, epoch: int, now: float) -> LocalTrainingProgress:
-        """Another's claim with as many samples, and as much speed, as is believed. One that is ahead of the swarm's
-        `epoch` by itself is a peer that is here, and no more: hivemind takes it so from a client."""
-        peer, (own_epoch, since) = PeerID(claim.peer_id), self._own_epoch
-        if peer == self.dht.peer_id:
-            return claim
-        since_then = claim.samples_per_second * max(0.0, now - claim.time)  # as hivemind adds it
-        self.claims.note(peer, claim.epoch, claim.samples_accumulated, claim.samples_accumulated + since_then)
-        share, limit = self.claims.share(peer), None
-        if claim.epoch == own_epoch and self._saw_it_begin:
-            limit = self.speed_limit(peer, time.monotonic() - since)
-        speed = share * claim.samples_per_second
-        if self.claims.is_new(peer):  # hivemind counts on the speed of who is at another epoch, too
-            speed = min(speed, self._typical_speed)
-        samples = believed_samples(claim.samples_accumulated, share, limit)
-        if limit is not None:  # hivemind adds what it has done since by its speed
-            speed = min(speed, max(0.0, limit - samples) / max(1.0, now - claim.time))
-        believed = {"samples_accumulated": int(samples), "samples_per_second": float(speed)}
-        return claim.copy(update={**believed, "client_mode": claim.client_mode or claim.epoch > epoch})
-
-    def settle_round(self, epoch: int, group: Iterable[PeerID], weights: Mapping[PeerID, float]) -> None:
-        """What the claims of `epoch` were worth in its round.
-
-        :param weights: in samples, of those whose parts entered our slice
-        """
-        self.claims.settle(epoch, frozenset(group), weights, self.target_batch_size)
-
-    def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
-        if not isinstance(metadata, dict):
-            metadata = {}
-        now, kept, own_id = get_dht_time(), {}, self.dht.peer_id.to_bytes()
-        for subkey, value in metadata.items():
-            claim = read_record(self.dht, LocalTrainingProgress, subkey, value)
-            if claim is not None and is_plausible(claim, self.limits, now, self.metadata_expiration):
-                kept[subkey] = (claim, value.expiration_time)
-            elif isinstance(value, ValueWithExpiration) and value.value is not None:
-                self.claims_dropped += 1
-        self._note_own_epoch()
-        own_epoch, since = self._own_epoch
-        possible = epochs_ahead(time.monotonic() - since, (), self.limits.min_epoch_seconds)
-        max_advance = epochs_ahead(time.monotonic() - since, self._durations, self.limits.min_epoch_seconds)
-        others = [
-            (c.epoch, self._account_of(c.peer_id))
-            for c, _ in kept.values()
-            if c.peer_id != own_id and not c.client_mode
-        ]
-        self.highest_claim = max((epoch for epoch, _ in others), default=0)
-        believed = believed_epoch(others, own_epoch, max_advance)
-        # a peer in client mode does not make the epoch, but may be the first to begin the next one
-        here = own_epoch + possible if self._durations else believed
-        trusted = {
-            key: (claim, expiration)
-            for key, (claim, expiration) in kept.items()
-            if claim.epoch <= max(believed + claim.client_mode, here)
-        }
-        self.claims_dropped += len(kept) - len(trusted)
-        speeds = sorted(claim.samples_per_second for claim, _ in trusted.values())
-        self._typical_speed = speeds[(len(speeds) - 1) // 2] if speeds else math.inf
-        progress = super()._parse_swarm_progress_data(
-            {
-                subkey: ValueWithExpiration(self._as_believed(claim, believed, now).dict(), expiration)
-                for subkey, (claim, expiration) in trusted.items()
-            }
-        )
-        behind = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch < own_epoch]
-        self.behind = frozenset(PeerID(c.peer_id) for c in behind)
-        self.num_late = sum(c.epoch < own_epoch - 1 and c.time < now - LATE for c in behind)
-        # hivemind counts records, and takes itself for alone while its own is not stored yet
-        progress.num_peers = 1 + sum(claim.peer_id != own_id for claim, _ in trusted.values())
-        return progress
