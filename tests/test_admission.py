@@ -17,7 +17,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from tests.trust import RunKeys, make_identity
 from volunteer_kit.auth.access_token import BanList, account_digest
 from volunteer_kit.swarm.admission import Admission, NotAdmitted
-from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.swarm.admitted_averager import AdmittedAverager
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.identity import load_private_key
 from volunteer_kit.swarm.introduction import KNOWN_FOR, IntroducedStub, Introductions
@@ -201,7 +201,7 @@ def test_a_group_tells_its_members_tokens(run, monkeypatch, peer):
     from tests.test_averager import group_of, make_averager, say
 
     admission = run.admission(own=A)
-    monkeypatch.setattr(SwarmAverager, "doorkeeper", admission)
+    monkeypatch.setattr(AdmittedAverager, "doorkeeper", admission)
     averager = make_averager(peer, [torch.nn.Parameter(torch.zeros(2))])
     me = peer.peer_id
     group = group_of({me: say(5), B: say(5, token=run.token(B, "bob"))})

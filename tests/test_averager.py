@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from tests.trust import RunKeys
 from volunteer_kit.swarm.admission import NotAdmitted
-from volunteer_kit.swarm.averager import MAX_GATHERED_BYTES, SwarmAverager
+from volunteer_kit.swarm.admitted_averager import MAX_GATHERED_BYTES, AdmittedAverager
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.round import Round
 
@@ -172,7 +172,7 @@ def only_friends(monkeypatch, tmp_path):
     run = RunKeys(tmp_path)
     admission = run.admission(own=A, username="ada", bob=B, cleo=C, dan=D)
     admission.ban(run.ban("dan")[0])
-    monkeypatch.setattr(SwarmAverager, "doorkeeper", admission)
+    monkeypatch.setattr(AdmittedAverager, "doorkeeper", admission)
     return admission
 
 

@@ -176,7 +176,7 @@ class SwarmAllReduce(AllReduceRunner):
             part_index += 1
         if part_index != len(shapes):
             raise AllreduceException(f"{peer_id} answered {part_index} parts of {len(shapes)}")
-        await stream.aclose()  # the answering side waits for it: see averager.LINGER
+        await stream.aclose()  # the answering side waits for it: see admitted_averager.LINGER
 
     async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
         async for message in messages:

@@ -1,4 +1,5 @@
-"""The one averager, under both gradients and state: admission, reduction rule, codec, and a report of each round."""
+"""The one averager, under both gradients and state: reduction rule, codec, and a report of each round. Who may take
+part in it is admitted_averager.py."""
 
 from __future__ import annotations
 
@@ -14,25 +15,23 @@ from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's 
 
 import hivemind.averaging.averager
 import torch
-from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import MatchmakingException
-from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.proto import auth_pb2, averaging_pb2
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import achain, as_aiter, enter_asynchronously
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
-from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.admitted_averager import LINGER, MAX_GATHERED_BYTES, TOKEN_PATIENCE, AdmittedAverager
 from volunteer_kit.swarm.agreement import under_order
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.believed_speed import Limits
 from volunteer_kit.swarm.forked import end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
-from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import (
     LED_APART,
@@ -46,32 +45,22 @@ from volunteer_kit.swarm.told_group import (
 from volunteer_kit.swarm.traffic import Traffic
 
 logger = get_logger(__name__)
-# s; p2pd resets a stream that the answering side closes first, and what the other has not read by then is lost: one
-# answer in a few hundred, with it a slice of the average or a place in the group. Who answers waits to be hung up on.
-LINGER = 5.0
 MAX_GROUP_SIZE = 1024
-MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 500 bytes
-TOKEN_PATIENCE = 5.0  # s that a member's part may come before the group's list with its token
-MAX_WAITING = 256  # strangers that wait for that at once
 
 
-class SwarmAverager(DecentralizedAverager):
-    """hivemind's averager with admission on every call, checked parts, a rule of choice and equal answers.
+class SwarmAverager(AdmittedAverager):
+    """An averager for admitted peers with checked parts, a rule of choice and equal answers.
 
-    :param admission: who may take part; asked on incoming and outgoing calls, in the averager's process
     :param reduce: the reduction rule, parts and weights -> one part
     :param max_weight: the largest weight that anyone can have earned in one round; more is refused as a lie
     :param traffic: counter and cap of this peer, shared by its averagers
     """
 
     lost_parts_are_zero = False  # what stands where a reducer did not answer: zero, or our own values
-    doorkeeper = Admission()  # of this process: run() sets the real one in the averager's own
-    introductions = Introductions(doorkeeper)
 
     def __init__(
         self,
         *args,
-        admission: Admission | None = None,
         reduce: Reduce = weighted_mean,
         max_weight: float = float("inf"),
         traffic: Traffic | None = None,
@@ -79,7 +68,7 @@ class SwarmAverager(DecentralizedAverager):
         **kwargs,
     ):
         self.traffic = traffic or Traffic()
-        self._admission, self._reduce, self._max_weight = admission or Admission(), reduce, max_weight
+        self._reduce, self._max_weight = reduce, max_weight
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
         self._group_order = mp.Value(ctypes.c_int64, 0)
         self._weight_limits = Limits()  # in the averager's process
@@ -87,7 +76,6 @@ class SwarmAverager(DecentralizedAverager):
         self._remarks: dict[str, str] = {}  # of the step under way
         self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
         self._split_groups: deque[bytes] = deque(maxlen=16)  # likewise
-        self._awaited: set[PeerID] = set()  # strangers whose token may be on its way
         super().__init__(*args, start=False, **kwargs)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
@@ -152,66 +140,14 @@ class SwarmAverager(DecentralizedAverager):
         hold_tasks(hivemind.averaging.averager)
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
         hivemind.averaging.averager.Matchmaking = WaryMatchmaking
-        SwarmAverager.doorkeeper = self._admission  # a process of our own: nobody shares the class
-        SwarmAverager.introductions = Introductions(self._admission)
         super().run()
 
-    # --- admission: what others call here, and whom we call ---
-
-    async def rpc_introduce(self, request: auth_pb2.AccessToken, context: P2PContext) -> auth_pb2.AccessToken:
-        """Somebody shows its access token before it calls us; ours is the answer."""
-        reason = self.doorkeeper.show(request.signature, context.remote_id)
-        if reason is not None:
-            self.doorkeeper.refuse(context.remote_id, "introduce", reason)
-        return auth_pb2.AccessToken(signature=self.doorkeeper.own_token)
-
-    def to_tell(self, told: Any) -> list:
-        """What goes round a group: `told`, and our access token, that all members may know each other."""
-        return [told, self._admission.own_token]
-
-    def _can_be_told_on(self, gathered: bytes, peer_id: PeerID) -> bool:
-        """May what a follower tells go to the whole group? Junk of one would break the round for all."""
-        if len(gathered) > MAX_GATHERED_BYTES:
-            return False
-        if self.doorkeeper.is_open:
-            return True
-        try:
-            _, _, user_data = self.serializer.loads(gathered)
-            words = self.serializer.loads(user_data)
-            return self.doorkeeper.show(words[1], peer_id) is None
-        except Exception:  # whatever a stranger's bytes make of the serializer
-            return False
-
-    def _read_words(self, peer_id: PeerID, words: Any) -> Any:
-        """What a member told, as a stranger says it; its token is noted."""
-        if not isinstance(words, (list, tuple)) or len(words) != 2 or not isinstance(words[1], bytes):
-            return None
-        self.doorkeeper.show(words[1], peer_id)
-        return words[0]
-
-    async def rpc_join_group(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        self.doorkeeper.check(context.remote_id, "join_group")
-        if not self._can_be_told_on(request.gather, context.remote_id):
-            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
-            return
-        async for message in super().rpc_join_group(request, context):
-            yield message
-        await asyncio.sleep(LINGER)
-
-    async def rpc_download_state(
-        self, request: averaging_pb2.DownloadRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        self.doorkeeper.check(context.remote_id, "download_state")
-        async for message in super().rpc_download_state(request, context):
-            yield message
+    # --- one round ---
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        await self._token_may_come(context.remote_id)
-        self.doorkeeper.check(context.remote_id, "aggregate_part")
+        await self._let_in_sender(context.remote_id)
         first = await anext(stream)
         if first.group_id not in self._running_groups:
             await self._pending_groups_registered.wait()
@@ -236,29 +172,6 @@ class SwarmAverager(DecentralizedAverager):
         for runner in (future.result() for future in known if not future.cancelled()):
             if peer_id in runner.sender_peer_ids and peer_id not in runner.active_senders:
                 await runner.told_otherwise(peer_id)
-
-    @classmethod
-    def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None):
-        stub, admission = super().get_stub(p2p, peer, namespace=namespace), SwarmAverager.doorkeeper
-        if (why := admission.why_shut_out(peer)) is not None:
-            admission.refuse(peer, "outgoing", why)
-        if admission.is_open:
-            return stub
-        return IntroducedStub(stub, peer, admission, SwarmAverager.introductions)
-
-    async def _token_may_come(self, peer_id: PeerID) -> None:
-        """A fast member's part can be here before the leader's word who is in the group."""
-        deadline = time.monotonic() + TOKEN_PATIENCE
-        if len(self._awaited) >= MAX_WAITING or peer_id in self._awaited:
-            return
-        self._awaited.add(peer_id)
-        try:
-            while self.doorkeeper.reason_to_refuse(peer_id) in ("no_token", "expired") and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-        finally:
-            self._awaited.discard(peer_id)
-
-    # --- one round ---
 
     @contextlib.contextmanager
     def _register_allreduce_group(self, group_info: GroupInfo):

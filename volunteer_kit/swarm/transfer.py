@@ -31,8 +31,8 @@ from volunteer_kit.swarm.identity import is_peer_id
 logger = get_logger(__name__)
 MAX_METADATA_BYTES = 2**16
 GIVEN_AT_ONCE = 3  # states; each is a copy of the whole until it is sent, and more would share the line that there is
-# s that a donor waits to be hung up on: what it closes first is lost as far as it is not read (see averager.LINGER),
-# and a home link has megabytes still to read by then
+# s that a donor waits to be hung up on: what it closes first is lost as far as it is not read (see
+# admitted_averager.LINGER), and a home link has megabytes still to read by then
 HANG_UP = 120.0
 ANY_ORDER = -1
 
