@@ -25,11 +25,11 @@ from volunteer_kit.swarm.agreement import (
     under_order,
     whom_to_follow,
 )
-from volunteer_kit.swarm.ground import manifest_of
 from volunteer_kit.swarm.manifest import Order
 from volunteer_kit.swarm.obeying import lineage_after
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.state import digest
+from volunteer_kit.swarm.stored_state import manifest_of
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 KEY = "obeying"

@@ -20,10 +20,10 @@ from volunteer_kit.auth.keys import KeyFolder, Trust
 from volunteer_kit.optim import LambStepBound, OptimizerConfig, build_optimizer_factory
 from volunteer_kit.swarm.acceptance import StateTrust
 from volunteer_kit.swarm.chunk_transfer import ChunkTransfer
-from volunteer_kit.swarm.ground import manifest_of
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import SwarmStateAverager, digest
+from volunteer_kit.swarm.stored_state import manifest_of
 from volunteer_kit.worker import own_stdin
 
 RUN_KEY = "bench"

@@ -19,7 +19,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 from hivemind.utils.logging import get_logger
 
-from volunteer_kit.swarm.ground import GroundedState
+from volunteer_kit.swarm.stored_state import StoredState
 from volunteer_kit.swarm.transfer import StateRefused
 
 logger = get_logger(__name__)
@@ -40,7 +40,7 @@ class Arrival:
     settled: threading.Event = field(default_factory=threading.Event)
 
 
-class ArrivingState(GroundedState):
+class ArrivingState(StoredState):
     """Downloads states. What fits, and how it is adopted, is the subclass's to say (check_..., adopt_...)."""
 
     last_donor: str | None = None
