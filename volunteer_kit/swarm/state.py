@@ -1,4 +1,4 @@
-"""The training state between peers: what a joiner downloads, and keeping everybody's copy the same.
+"""The training state between peers: what a joiner downloads, what is told of it, and the step that changes it.
 
 A joiner takes parameters and optimizer statistics in their own types, into its own tensors: nothing of the donor's
 settings (learning rate, betas) is adopted, and what does not fit or is not finite is refused and the next donor asked.
@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from hivemind.averaging import DecentralizedAverager
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import PeerID
@@ -33,14 +32,10 @@ from volunteer_kit.swarm.agreement import (
     SKETCH_SIZE,
     advance,
     last_in_common,
-    prevailing,
-    read_all,
     read_past,
     sketch,
 )
-from volunteer_kit.swarm.arrival import ArrivingState
-from volunteer_kit.swarm.ground import ASTRAY, Ground
-from volunteer_kit.swarm.state_round import REMEMBERED, OwnSteps, reason_to_keep_own
+from volunteer_kit.swarm.averaged_state import AveragedState
 from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
 logger = get_logger(__name__)
@@ -64,18 +59,15 @@ def digest(tensors) -> str:
     return hasher.hexdigest()
 
 
-class SwarmStateAverager(ArrivingState, TrainingStateAverager):
-    """Parameters and statistics of this peer; averages parameters when, and only when, members differ.
+class SwarmStateAverager(AveragedState, TrainingStateAverager):
+    """Parameters and statistics of this peer.
 
     After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
-    donor. In a round of state averaging nothing is sent while all members hold the same. A state is given with the
-    sketches that it had after its last epochs: who takes it learns by them which of its own steps are in it.
-
-    :param measures_steps: state is averaged, and the run's optimizer may have no known bound: costs a copy of the
-        parameters at each step where there is none
+    donor. A state is given with the sketches that it had after its last epochs: who takes it learns by them which of
+    its own steps are in it.
     """
 
-    def __init__(self, *, measures_steps: bool = False, **kwargs):
+    def __init__(self, **kwargs):
         # hivemind counts the epoch before the background step that makes it true: what a joiner would then download
         # is the old model under the new number, and its statistics would differ from everybody's for good
         self._step_done, self._state_epoch = threading.Event(), 0
@@ -86,10 +78,6 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         self._lineage, self._order = BEGINNING, 0
         self.round_name: bytes | None = None  # of the round that the next step comes of; None: it is nobody else's
         self.makes_no_step = False  # the epoch that ends had no gradients
-        self._own_steps = OwnSteps() if measures_steps else None
-        self._bounds_of_round: list[float] = []  # in the averager's process
-        self._agreed_at = 0  # epoch of the last round of state averaging whose result we hold
-        self.remarks: dict[str, str] = {}  # for the next report
         self.kept_until = -1  # last epoch that we had in common with the state we took
         super().__init__(**kwargs)
         self.describe()
@@ -292,12 +280,7 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
         self._update_scheduler()
         self.describe()
 
-    # --- keeping parameters equal ---
-
-    def is_in_agreement(self, gathered: dict[PeerID, Any]) -> bool:
-        said = read_all(gathered)
-        epochs = {one.epoch for one in said.values()}
-        return len(epochs) == 1 and prevailing(said, epochs.pop(), said) == frozenset(gathered)
+    # --- a step ---
 
     def _do(
         self, wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, grad_scaler,
@@ -315,7 +298,8 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             with self.lock_optimizer:
                 if optimizer_step:
                     with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
-                        self._take_step()
+                        if not self.makes_no_step:
+                            self._measure(self.optimizer.step)
                         self._state_epoch = self._held_epoch.value = self.local_epoch
                         self._lineage = advance(self._lineage, self.round_name)
                 self._update_scheduler()
@@ -339,62 +323,3 @@ class SwarmStateAverager(ArrivingState, TrainingStateAverager):
             self._step_done.set()
             if averaging_round:
                 self.finished_averaging_round.set()
-
-    def _take_step(self) -> None:
-        if self.makes_no_step:
-            return
-        own = self.state_tensors()[: self.num_parameters]
-        is_measured = self._own_steps is not None and not self._has_bound
-        before = [tensor.clone() for tensor in own] if is_measured else []
-        self.optimizer.step()
-        if is_measured:
-            self._own_steps.moved(before, own)
-
-    @property
-    def _has_bound(self) -> bool:
-        return self.trust is not None and self.trust.step_bound is not None
-
-    def _bound_round(self) -> None:
-        """Tell the averager's process how far a round may carry us."""
-        own = self.state_tensors()[: self.num_parameters]
-        epochs = max(ASTRAY, min(REMEMBERED, self._state_epoch - self._agreed_at))
-        if self._has_bound:
-            bounds = self._bounds(Ground(self._state_epoch, own, is_veteran=True), self._state_epoch, epochs)
-        else:
-            bounds = (self._own_steps or OwnSteps()).bounds(own, epochs)
-        self._outer_pipe.send(("_take_bounds", [list(map(float, bounds))], {}))
-
-    async def _take_bounds(self, bounds: list[float]) -> None:
-        self._bounds_of_round = bounds
-
-    def reason_to_keep_own(self, tensors: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> str | None:
-        return reason_to_keep_own(tensors, averages, self._bounds_of_round)
-
-    def take_remarks(self) -> dict[str, str]:
-        """What there is to be told of the rounds since this was asked last, by whom or what it is about."""
-        taken, self.remarks = self.remarks, {}
-        return taken
-
-    def _average_parameters(self, timeout: float | None) -> None:
-        if not self.reuse_tensors:
-            self._load_local_tensors_into_averager_()
-        try:
-            self._bound_round()
-            control = DecentralizedAverager.step(
-                self, gather=self.to_tell(self.told), timeout=timeout, require_trigger=True, wait=False
-            )
-            control.allow_allreduce()
-            outcome = control.result(timeout=timeout)
-            self.remarks |= outcome.remarks
-            if outcome.kept_own is not None:
-                self.remarks["state averaging"] = f"we keep our own parameters: {outcome.kept_own}"
-                logger.warning(f"The average of a round is not taken: {outcome.kept_own}")
-                if outcome.is_shared(self.peer_id, self.told):  # or who lies in each round is believed in the end
-                    self._agreed_at = self._state_epoch
-                return
-            self._agreed_at = self._state_epoch
-            if not outcome.in_agreement:
-                self._lineage = advance(BEGINNING, outcome.name)
-                self.describe()
-        except BaseException as e:
-            logger.log(self.status_loglevel, f"State averaging failed: {e!r}")
