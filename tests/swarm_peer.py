@@ -1,7 +1,7 @@
 """One peer of a test swarm, a process of its own: a small linear model over the real SwarmOptimizer.
 
-argv[1]: JSON settings; with an authority those of tests/peer_questions.py:membership as well. stdin: "finish EPOCH",
-"damage" and "leave" lines, and questions in JSON. stdout: one JSON event a line.
+argv[1]: JSON settings; with an authority those of tests/peer_questions.py:membership as well. stdin and stdout: see
+tests/orders.py; "damage" makes the next step a wrong one.
 """
 
 import json
@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.netlab import enter
 from tests.attacks import ATTACKS
+from tests.orders import Orders, say
 from tests.peer_questions import Questions, membership
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.robust.mean import weighted_mean
@@ -19,14 +20,8 @@ from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import digest
-from volunteer_kit.worker import own_stdin
 
 DIM_IN, DIM_OUT = 32, 24
-
-
-def say(event: str, **fields) -> None:
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")  # one write: several threads have something to say
-    sys.stdout.flush()
 
 
 class FaultyLamb(Lamb):
@@ -52,23 +47,8 @@ def main() -> None:
     if "network" in settings:
         enter(settings["network"])
     torch.set_num_threads(1)
-    orders = {"finish": None, "damage": threading.Event(), "leave": threading.Event()}
-
-    stdin = own_stdin()
-
-    def read_orders() -> None:
-        for line in stdin:
-            word, *rest = line.split()
-            if word == b"finish":
-                orders["finish"] = int(rest[0])
-            elif word == b"damage":
-                orders["damage"].set()
-            elif line.startswith(b"{"):
-                say("answer", **orders["questions"].answer(json.loads(line)))
-            else:
-                break
-        orders["leave"].set()
-
+    damage = threading.Event()
+    orders = Orders(damage=damage)
     member = membership(settings)
     peer = start_peer(
         PeerConfig(
@@ -80,8 +60,8 @@ def main() -> None:
         member.admission,
     )
     member.keep(peer)
-    orders["questions"] = Questions(peer)
-    threading.Thread(target=read_orders, daemon=True).start()
+    questions = Questions(peer)
+    orders.follow(questions.answer)
     say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
@@ -110,16 +90,14 @@ def main() -> None:
         ),
         params=list(model.parameters()),
         **({"state_reduce": weighted_mean} if settings.get("trusts_means") else {}),
-        optimizer=lambda params: FaultyLamb(
-            params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=orders["damage"]
-        ),
+        optimizer=lambda params: FaultyLamb(params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=damage),
     )
-    orders["questions"].optimizer = optimizer
+    questions.optimizer = optimizer
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch, complete=optimizer.complete)
     train(model, truth, optimizer, settings, orders)
     state = optimizer.settle(patience=30.0)
     say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))
-    orders["leave"].wait()
+    orders.leave.wait()
     optimizer.shutdown()
     member.close()
     peer.shutdown()
@@ -130,17 +108,8 @@ def train(model, truth, optimizer, settings, orders) -> None:
     generator = torch.Generator().manual_seed(settings.get("seed", 0))
     pause = threading.Event()
     probe = torch.randn(256, DIM_IN, generator=torch.Generator().manual_seed(0))  # the same on all peers
-
-    def done() -> bool:
-        last = orders["finish"]
-        return (
-            orders["leave"].is_set()
-            or last is not None
-            and last <= max(optimizer.local_epoch, optimizer.tracker.global_epoch)
-        )
-
     made, stepped, cut_off, known, complete = 0, set(), None, [], False
-    while not done():
+    while not orders.are_done(optimizer):
         if optimizer.complete and not complete:
             complete = True
             say("complete", epoch=optimizer.local_epoch, made=made, traffic=optimizer.traffic())
@@ -175,8 +144,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),
             )
             stepped |= set(report.names)
-    while not orders["leave"].is_set() and optimizer.local_epoch < orders["finish"]:
-        optimizer.load_state_from_peers()
+    orders.come_to_last(optimizer)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One peer of a verified swarm, a process of its own: a small model on named samples over the real SwarmOptimizer.
 
-argv[1]: JSON settings; stdin ("go" lets one begin that `waits`, "cheat" an attacker) and stdout as tests/swarm_peer.py.
+argv[1]: JSON settings. stdin and stdout: see tests/orders.py; "go" lets one begin that `waits`, "cheat" an attacker.
 A sample is its name: (peer, number).
 """
 
@@ -13,7 +13,7 @@ import threading
 import torch
 from hivemind.compression import CompressionInfo
 
-from tests.swarm_peer import say
+from tests.orders import Orders, say
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.robust.rules import rule
 from volunteer_kit.robust.standing import Settings
@@ -24,7 +24,6 @@ from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import digest
 from volunteer_kit.swarm.verified_allreduce import VerifiedAllReduce
-from volunteer_kit.worker import own_stdin
 
 DIM_IN, DIM_OUT, BATCH = 32, 24, 16
 TRUTH = torch.randn(DIM_IN, DIM_OUT, generator=torch.Generator().manual_seed(5))
@@ -96,23 +95,7 @@ def answer_one_otherwise() -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    orders = {"finish": None, "leave": threading.Event(), "go": threading.Event()}
-    stdin = own_stdin()
-
-    def read_orders() -> None:
-        for line in stdin:
-            word, *rest = line.split()
-            if word == b"finish":
-                orders["finish"] = int(rest[0])
-            elif word == b"go":
-                orders["go"].set()
-            elif word == b"cheat":
-                CHEATS.set()
-            else:
-                break
-        orders["leave"].set()
-        orders["go"].set()
-
+    orders = Orders(cheat=CHEATS)
     peer = start_peer(
         PeerConfig(
             initial_peers=settings.get("initial_peers", []),
@@ -120,7 +103,7 @@ def main() -> None:
             client_mode=settings.get("client_mode", False),
         )
     )
-    threading.Thread(target=read_orders, daemon=True).start()
+    orders.follow()
     say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
@@ -164,11 +147,11 @@ def main() -> None:
     optimizer.on_verdicts = tell
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch)
     if settings.get("waits"):
-        orders["go"].wait()
+        orders.go.wait()
     train(model, optimizer, settings, orders)
     state = optimizer.settle(patience=30.0)
     say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))
-    orders["leave"].wait()
+    orders.leave.wait()
     optimizer.shutdown()
     peer.shutdown()
     say("left")
@@ -179,17 +162,11 @@ def train(model, optimizer, settings, orders) -> None:
     probe = [sample((1000, number)) for number in range(256)]
     x, y = (torch.stack(column) for column in zip(*probe, strict=True))
     breaks = random.Random(own)
-
-    def done() -> bool:
-        last = orders["finish"]
-        reached = max(optimizer.local_epoch, optimizer.tracker.global_epoch)
-        return orders["leave"].is_set() or (last is not None and last <= reached)
-
-    while settings.get("attends") and not done():  # as the run's monitor
+    while settings.get("attends") and not orders.are_done(optimizer):  # as the run's monitor
         optimizer.attend()
         pause.wait(0.2)
         optimizer.reports.clear()
-    while not done():
+    while not orders.are_done(optimizer):
         names = [(own, number) for number in range(made, made + BATCH)]
         made += BATCH
         gradients_of(model, names)
@@ -205,8 +182,7 @@ def train(model, optimizer, settings, orders) -> None:
             say("epoch", epoch=report.epoch, samples=report.counted, group_size=report.group_size,
                 received=report.received, refused=report.refused, failure=report.failure, apart=report.apart,
                 loss=loss, seconds=report.seconds)  # fmt: skip
-    while not orders["leave"].is_set() and optimizer.local_epoch < orders["finish"]:
-        optimizer.load_state_from_peers()
+    orders.come_to_last(optimizer)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import time
 import psutil
 import torch
 
+from tests.orders import say
 from tests.peer_questions import membership
-from tests.swarm_peer import say
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.peer import PeerConfig, start_peer

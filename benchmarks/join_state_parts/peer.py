@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from hivemind.utils import get_dht_time
 
-from tests.swarm_peer import say
+from tests.orders import say
 from volunteer_kit.auth.keys import KeyFolder, Trust
 from volunteer_kit.optim import LambStepBound, OptimizerConfig, build_optimizer_factory
 from volunteer_kit.swarm.acceptance import StateTrust
