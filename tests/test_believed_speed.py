@@ -8,8 +8,8 @@ import pytest
 import torch
 from hivemind.p2p import PeerID
 
+from tests.allreduce_group import assert_equal_bytes, average, flat, honest_mean, make_group, make_tensors
 from tests.somebody import record_of
-from tests.test_allreduce import assert_equal_bytes, average, flat, honest_mean, make_group, make_tensors
 from volunteer_kit.robust.bounds import NORM_BOUND
 from volunteer_kit.swarm.believed_speed import SLACK, UNMEASURED_SLACK, Limits, Speeds, believed_speeds
 from volunteer_kit.swarm.credit_bounds import DEVICE_SLACK, OWN_SLACK, Bounds

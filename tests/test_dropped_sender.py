@@ -11,7 +11,7 @@ from hivemind.compression import CompressionInfo, NoCompression
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
-from tests.test_allreduce import NAN, assert_equal_bytes, average, flat, make_group, make_tensors
+from tests.allreduce_group import assert_equal_bytes, average, flat, make_group, make_tensors
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 
 WHOLE = 1  # parts that the dropped one gives of each slice
@@ -56,7 +56,7 @@ async def send_half_a_part(message):
 
 
 async def send_nan(message):
-    values = torch.full(tuple(message.tensor_part.size), NAN)
+    values = torch.full(tuple(message.tensor_part.size), float("nan"))
     message.tensor_part.CopyFrom(NoCompression().compress(values, CompressionInfo.from_tensor(values)))
     yield message
 

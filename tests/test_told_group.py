@@ -21,7 +21,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.asyncio import as_aiter
 
-from tests.test_allreduce import average, make_group, make_tensors
+from tests.allreduce_group import average, make_group, make_tensors
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
