@@ -55,7 +55,7 @@ class Told:
         claims = {(place, r) for place in self._here for r in self.have_equivocated(place, sizes.keys())}
         for reducer, size in sizes.items():
             left_out = [place for place in self._here if not self._is_counted(place, reducer, size)]
-            if self._share_of(left_out) > tolerated:
+            if max(self._share_of(left_out), len(left_out) / max(1, len(self._here))) > tolerated:
                 claims |= {(place, reducer) for place in left_out}
         return claims
 
@@ -88,7 +88,8 @@ class Told:
         self, counted: Sequence[int], position: int, reducer: int, answer: np.ndarray, clips: bool
     ) -> float:
         """How far an answer is from the rule's, as a share of its length; 0 where it cannot be told."""
-        if 2 * self._share_of(self._here & set(counted)) < 1 and self._weight_of(self._here):
+        working = {place for place in self._here if self.commits[place].weight > 0}
+        if 2 * len(working & set(counted)) < len(working):  # by number: weights are what senders say
             return float("inf")  # it could else count whom it likes, or itself alone
         weights = [self.commits[place].weight for place in counted]
         if sum(weights) <= 0 or any(place not in self.statements for place in counted):
@@ -110,8 +111,5 @@ class Told:
 
     def _share_of(self, places: Collection[int]) -> float:
         """Of the weight that should enter."""
-        total = self._weight_of(self._here)
-        return self._weight_of(places) / total if total > 0 else 0.0
-
-    def _weight_of(self, places: Collection[int]) -> float:
-        return sum(self.commits[place].weight for place in places)
+        total = sum(self.commits[place].weight for place in self._here)
+        return sum(self.commits[place].weight for place in places) / total if total > 0 else 0.0
