@@ -40,8 +40,8 @@ class AdmittedAverager(DecentralizedAverager):
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
-        AdmittedAverager.doorkeeper = self._admission  # a process of our own: nobody shares the class
-        AdmittedAverager.introductions = Introductions(self._admission)
+        type(self).doorkeeper = self._admission  # a process of our own: nobody shares the class
+        type(self).introductions = Introductions(self._admission)
         super().run()
 
     # --- what others call here, and whom we call ---
