@@ -17,9 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from volunteer_kit.home import log_end, open_log
+from volunteer_kit.home import open_log
 from volunteer_kit.process_group import kill_all, start, wait_for_exit
-from volunteer_kit.training.protocol import OFFLINE, REFUSED, RENEW, FinishAt, Leave, WorkerSpec, parse_event
+from volunteer_kit.training.protocol import OFFLINE, RENEW, FinishAt, Leave, WorkerSpec, parse_event
+from volunteer_kit.worker_end import WorkerEnd
 
 Event = dict[str, Any]
 
@@ -28,7 +29,6 @@ LINE_LIMIT = 2**20  # bytes; longer output is no event
 LOGGED = 2000  # bytes of a line of output that is no event
 MAX_BACKOFF = 60.0  # s
 SIGTERM_GRACE = 5.0  # s between SIGTERM and SIGKILL
-NOT_NOW = ("startup", "port_taken")  # errors that tell about this moment, where all was well before
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")  # environments are listed by `ps e`
 
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
@@ -197,13 +197,14 @@ class Supervisor:
                     outages += 1
                 else:
                     crashes += 1
-                if not self._may_come_back(crashes):
-                    self._tell("gave_up", message=self._why_given_up(crashes))
+                end = WorkerEnd(self.exit_code, self._error, self._error_kind)
+                if not (self.restart and end.may_be_followed(crashes, self.max_restarts, self._connected)):
+                    self._tell("gave_up", message=end.why_given_up(crashes, self.log_path))
                     return
                 in_a_row = outages if self.exit_code == OFFLINE else crashes
                 delay = min(MAX_BACKOFF, self.backoff * 2 ** (min(in_a_row, 10) - 1))
                 self.restarts += 1
-                how = self._how_ended()
+                how = end.in_words()
                 message = f"{how[0].upper()}{how[1:]}; the worker starts again in {delay:.0f} s."
                 self._tell("restarting", delay=delay, message=message)
                 with suppress(queue.Empty):
@@ -212,16 +213,6 @@ class Supervisor:
             self._done = True
             self._events.put(None)
             self._until_done.release()
-
-    def _may_come_back(self, crashes: int) -> bool:
-        """A line that was there once is waited for as long as it takes; what crashes again and again is not."""
-        if not self.restart:
-            return False
-        if self.exit_code == OFFLINE:
-            return self._connected
-        if self.exit_code == REFUSED and not (self._connected and self._error_kind in NOT_NOW):
-            return False
-        return crashes <= self.max_restarts
 
     def _run_worker(self) -> bool:
         """One worker from start to end, its remains included. False if it was not to be started any more."""
@@ -295,29 +286,6 @@ class Supervisor:
     def _tell(self, kind: str, **fields: Any) -> None:
         own = {"event": kind, "time": round(time.time(), 3), "exit_code": self.exit_code, "restarts": self.restarts}
         self._events.put(own | fields)
-
-    def _how_ended(self) -> str:
-        code = self.exit_code
-        if code is None:
-            return self._error or "it could not be started"
-        if code == OFFLINE:
-            return "nobody could be reached"
-        if code == REFUSED and self._error:
-            return self._error.splitlines()[0].rstrip(".")
-        if code == -signal.SIGKILL:
-            return "it was killed (SIGKILL), often the system's answer to a lack of memory"
-        return f"it ended with exit code {code}" if code >= 0 else f"it was killed by signal {-code}"
-
-    def _why_given_up(self, crashes: int) -> str:
-        if self.exit_code in (REFUSED, OFFLINE):
-            return self._error or f"The worker refused to go on. {self.log_path} ends with:\n{log_end(self.log_path)}"
-        often = f"{crashes} times in a row" if crashes > 1 else "once, and restarting is switched off"
-        return (
-            f"The worker crashed {often} ({self._how_ended()}). Samples already counted are safe.\n"
-            f"  1. Read the end of its log: tail -n 50 {self.log_path}\n"
-            "  2. If it speaks of memory, close other programs; if of the disk, make room.\n"
-            f"  3. Join again.\nThe log ends with:\n{log_end(self.log_path)}"
-        )
 
     def _write(self, line: str, wait: bool = False) -> bool:
         # A worker that hangs before it reads fills the pipe; leaving must not hang with it.
