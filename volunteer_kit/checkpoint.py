@@ -1,8 +1,8 @@
 """Checkpoints: a folder epoch-000123/ with model.safetensors and meta.json, whole or not there at all.
 
 A checkpoint is written beside its place, flushed to disk and renamed, so a crash or a full disk leaves the one before
-it untouched. Its tensors are covered by a SHA-256 in meta.json and are checked on load. Nothing is unpickled.
-One folder has one writer; others may read it at any time.
+it untouched (epoch_folders.py). Its tensors are covered by a SHA-256 in meta.json and are checked on load. Nothing is
+unpickled. One folder has one writer; others may read it at any time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -25,15 +24,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from volunteer_kit.epoch_folders import clear_leftovers, flush, name_of, newest_first, put_in_place, temporary_of
+
 TENSORS, META = "model.safetensors", "meta.json"
 OPTIMIZER = "optimizer/"  # names of tensors that belong to the optimizer begin with this
 FORMAT = 1
 META_LIMIT = 4 * 2**20  # bytes; a longer meta.json is not ours
 HEADROOM = 2**20  # bytes a disk needs beyond the tensors
 
-_NAME = re.compile(r"epoch-(\d{6,12})")
-_MOVED_ASIDE = re.compile(r"\.epoch-(\d{6,12})\.old")
-_TEMPORARY = re.compile(r"\.epoch-\d{6,12}\.(\d+)\.tmp")
 logger = logging.getLogger(__name__)
 
 
@@ -92,11 +90,11 @@ def save_checkpoint(folder: str | Path, tensors: Mapping[str, torch.Tensor], met
         raise ValueError(f"meta needs an 'epoch' that is a whole number >= 0, not {epoch!r}")
     unique, aliases = _without_ties(tensors)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
-    path = folder / f"epoch-{epoch:06d}"
-    temporary = folder / f".{path.name}.{os.getpid()}.tmp"
+    path = folder / name_of(epoch)
+    temporary = temporary_of(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder)
+        clear_leftovers(folder)
         if shutil.disk_usage(folder).free < needed + HEADROOM:
             raise OSError("the disk is full")
         temporary.mkdir()
@@ -112,7 +110,7 @@ def save_checkpoint(folder: str | Path, tensors: Mapping[str, torch.Tensor], met
         }
         _write_meta(temporary / META, _Meta.model_validate({**meta, **own}).model_dump())
         flush(temporary)
-        _put_in_place(temporary, path)
+        put_in_place(temporary, path)
     except (OSError, SafetensorError) as cause:
         raise CheckpointError(_why_not_saved(path, needed, cause)) from cause
     finally:
@@ -179,7 +177,7 @@ def latest_checkpoint(
     Bad ones are passed over, logged, and listed in `.skipped`. Raises CheckpointError if all of them are bad.
     """
     skipped: list[str] = []
-    for path in _newest_first(Path(folder)):
+    for path in newest_first(Path(folder)):
         try:
             found = load_checkpoint(path, fingerprint=fingerprint, shapes=shapes, finite=finite)
         except CheckpointError as error:
@@ -201,7 +199,7 @@ def keep_last(folder: str | Path, n: int) -> list[Path]:
     if n < 1:
         raise ValueError("keep at least one checkpoint")
     kept, deleted = 0, []
-    for path in _newest_first(Path(folder)):
+    for path in newest_first(Path(folder)):
         if kept < n:
             kept += _looks_whole(path)
             continue
@@ -237,62 +235,6 @@ def _without_ties(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
         overlaps, _ = storage in storages, storages.add(storage)
         unique[name] = (tensor.clone() if overlaps else tensor).contiguous().cpu()
     return unique, aliases
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest epoch first; one that was moved aside counts while its successor is missing."""
-    found: dict[int, Path] = {}
-    try:
-        entries = sorted(folder.iterdir())  # ".epoch-" sorts before "epoch-": a whole successor wins
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    for path in entries:
-        match = _NAME.fullmatch(path.name) or _MOVED_ASIDE.fullmatch(path.name)
-        if match and path.is_dir():
-            found[int(match[1])] = path
-    return [found[epoch] for epoch in sorted(found, reverse=True)]
-
-
-def _clear_leftovers(folder: Path) -> None:
-    """What a killed writer left behind: half-written folders go, one moved aside comes back."""
-    for path in list(folder.iterdir()):
-        temporary, aside = _TEMPORARY.fullmatch(path.name), _MOVED_ASIDE.fullmatch(path.name)
-        if temporary and (int(temporary[1]) == os.getpid() or not _is_alive(int(temporary[1]))):
-            shutil.rmtree(path, ignore_errors=True)
-        elif aside and (folder / f"epoch-{aside[1]}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-        elif aside:
-            path.rename(folder / f"epoch-{aside[1]}")
-
-
-def _put_in_place(temporary: Path, path: Path) -> None:
-    aside = path.with_name(f".{path.name}.old")
-    replaces = path.exists()
-    if replaces:
-        path.rename(aside)
-    temporary.rename(path)
-    flush(path.parent)
-    if replaces:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def flush(path: Path) -> None:
-    """fsync of a file, or of a folder: names that were given stay given."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from volunteer_kit.checkpoint import flush
 from volunteer_kit.data.code_shards import (
     END,
     MAX_RECORDS,
@@ -29,6 +28,7 @@ from volunteer_kit.data.code_shards import (
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.encode.folder import Target, other_input, write_whole
 from volunteer_kit.encode.settings import Settings
+from volunteer_kit.epoch_folders import flush
 
 
 class Fault(NamedTuple):
