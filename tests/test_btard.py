@@ -98,6 +98,17 @@ def test_a_reducer_that_says_it_counted_nobody_or_only_itself_is_not_believed():
         assert set(verdicts(group)) == {"bad"} and set(verdicts(group)["bad"]) == {"reducer"}
 
 
+def test_weights_that_nobody_believes_make_no_reducer_look_wrong():
+    def boast(stage, round_, message):
+        return message if stage != 0 else replace(message, weight=1e6)
+
+    group = make({"bad0": {"says": boast}, "bad1": {"says": boast}}, rules=replace(ALWAYS, share=0.0))
+    group.refused = {"bad0", "bad1"}
+    group.run(6)
+    assert set(verdicts(group)) <= {"bad0", "bad1"}
+    assert standing_of(group, "h0", "h1", "h2", "h3", "h4", "bad0", "bad1") == [True] * 5 + [False] * 2
+
+
 def test_a_reducer_is_checked_though_somebody_says_that_it_did_not_answer():
     def deaf(stage, round_, message):
         if stage != 2:

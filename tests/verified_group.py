@@ -71,6 +71,7 @@ class Group:
         self.epoch, self._next_name = 0, 0
         self.averages: list[torch.Tensor] = []
         self.shows = True  # do accusers show the bytes?
+        self.refused: set[str] = set()  # whose parts no reducer takes
         self._sent: dict[bytes, tuple] = {}
 
     @property
@@ -100,7 +101,7 @@ class Group:
         reducers = [place for place in range(len(group)) if place in trusted]
         pieces = torch.arange(SIZE).tensor_split(len(reducers) * PIECES)
         parts = [Part(reducers[i // PIECES], i % PIECES) for i in range(len(pieces))]
-        enter = sorted(trusted)
+        enter = [place for place in sorted(trusted) if group[place] not in self.refused]
         answers: dict[int, torch.Tensor] = {}
         for position, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
             reducer = here[group[part.reducer]]
@@ -109,7 +110,7 @@ class Group:
             if reducer.answers:
                 answers[position] = reducer.returns(average)
         answered = tuple(b"a" if here[peer].answers else b"" for peer in group)
-        counted = tuple(PIECES if place in trusted else 0 for place in range(len(group)))
+        counted = tuple(PIECES if place in enter else 0 for place in range(len(group)))
         self._tell(1, rounds, {p: r.reveal(answered, counted) for p, r in rounds.items()})
         numbers = {peer: self._numbers(sent[peer], parts, pieces, answers, r.seed) for peer, r in rounds.items()}
         stated = {peer: round_.state(numbers[peer]) for peer, round_ in rounds.items()}
