@@ -24,9 +24,9 @@ def make(attackers: dict[str, dict], honest: int = 5, rules: Settings = ALWAYS) 
     return Group([*members, *(Member(peer, rules, **how) for peer, how in attackers.items())], rules)
 
 
-def verdicts(group: Group) -> dict[str, list[str]]:
-    """By honest h0's books: peer -> causes of its strikes."""
-    standing = group.members["h0"].verifier.standing
+def verdicts(group: Group, judge: str = "h0") -> dict[str, list[str]]:
+    """By an honest one's books: peer -> causes of its strikes."""
+    standing = group.members[judge].verifier.standing
     return {peer: [s.cause for s in standing.strikes_of(peer)] for peer in group.members if standing.strikes_of(peer)}
 
 
@@ -183,6 +183,62 @@ def test_a_newcomer_counts_once_enough_of_it_was_found_right_and_is_credited_the
         verifier = group.members[peer].verifier
         assert verifier.standing.is_trusted("new")
         assert verifier.credits == {"new": 12.0}  # two rounds of four microbatches
+
+
+def with_monitor(*names: str, rules: Settings, **how) -> Group:
+    """A member of weight 0, which has nobody computed for, and others."""
+    members = [Member("monitor", rules, samples=0), *(Member(name, rules, **how.get(name, {})) for name in names)]
+    return Group(members, rules)
+
+
+def trusted_by(group: Group, peer: str) -> set[str]:
+    standing = group.members[peer].verifier.standing
+    return {other for other in group.members if standing.is_trusted(other)}
+
+
+def test_who_comes_when_all_but_the_monitor_have_left_need_not_wait_for_them():
+    for names in (("bob",), ("bob", "eve")):
+        group = with_monitor("ada", rules=ALWAYS)
+        group.run(2)
+        del group.members["ada"]
+        for name in names:
+            group.members[name] = Member(name, ALWAYS)
+            group.run(1)
+            assert bool(group.average.any()), "somebody's work enters"
+        group.run(6)
+        assert trusted_by(group, "monitor") == ({*names, "monitor"} if len(names) > 1 else {"monitor"})
+        assert verdicts(group, "monitor") == {}
+
+
+def test_who_counts_for_want_of_others_is_credited_once():
+    group = with_monitor("ada", rules=ALWAYS)
+    group.run(2)
+    del group.members["ada"]
+    group.members["bob"] = Member("bob", ALWAYS)
+    group.run(2)
+    group.members["eve"] = Member("eve", ALWAYS)
+    group.run(12)
+    assert trusted_by(group, "monitor") == {"monitor", "bob", "eve"}
+    credits = group.members["monitor"].verifier.credits
+    assert credits["bob"] == 0.0, "its samples were in the rounds' own weights"
+    assert credits["eve"] == 16.0
+
+
+def test_a_line_that_breaks_does_not_leave_a_run_with_newcomers_alone():
+    """Ada, who checks bob, misses a stage: nobody is left who could check either of them."""
+
+    def late(stage, round_, message):
+        return None if stage == 2 and round_.epoch == 2 else message
+
+    group = with_monitor("ada", rules=ALWAYS, ada={"says": late})
+    group.run(2)
+    group.members["bob"] = Member("bob", ALWAYS)
+    group.run(1)
+    assert trusted_by(group, "monitor") == {"monitor"}
+    group.run(1)
+    assert bool(group.average.any())
+    group.run(8)
+    assert trusted_by(group, "monitor") == {"monitor", "ada", "bob"}
 
 
 def test_one_mismatch_costs_standing_and_not_membership():

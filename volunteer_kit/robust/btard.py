@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from volunteer_kit.robust.cases import Case
-from volunteer_kit.robust.messages import Accusation, Duty, Event, News, Report, Samples
+from volunteer_kit.robust.checks import Check
+from volunteer_kit.robust.messages import Accusation, Duty, Event, News, Report
 from volunteer_kit.robust.standing import CAUSES, Peer, Settings, Standing, Strike
 from volunteer_kit.robust.verified_round import MAX_NEWS, VerifiedRound
 
@@ -147,7 +148,7 @@ class Verifier:
     def _restore(self, this: VerifiedRound, case: Case) -> None:
         check = this.checks.get(case.accused)
         if check is not None:
-            self.pass_check(this.group[case.accused], this.epoch, check.samples)
+            self.pass_check(this, check)
 
     def _strike(
         self, this: VerifiedRound, place: int, cause: Any, case: Case, votes: int, measure: float = 0.0
@@ -165,10 +166,12 @@ class Verifier:
             self._told_banned[peer] = None
             self.tell("ban", peer, this.epoch, f"{self.settings.strikes} times in {self.settings.window} epochs")
 
-    def pass_check(self, peer: Peer, epoch: int, samples: Samples) -> None:
+    def pass_check(self, this: VerifiedRound, check: Check) -> None:
+        peer, epoch = this.group[check.target], this.epoch
         self.due.pop(peer, None)
         was_trusted = self.standing.is_trusted(peer)
-        owed = self.standing.found_right(peer, samples.microbatches, len(samples.names))
+        owing = 0 if check.target in this.trusted else len(check.samples.names)  # what has entered is credited already
+        owed = self.standing.found_right(peer, check.samples.microbatches, owing)
         if self.standing.is_trusted(peer) and not was_trusted:
             self.credits[peer] = self.credits.get(peer, 0.0) + owed
             self.tell("trusted", peer, epoch, "its work was found right, and counts from now on", owed)

@@ -87,11 +87,12 @@ class VerifiedRound:
 
     def _believed(self) -> frozenset[int]:
         """Members whose work enters: those whom no more than half of the members that know distrust. All take the same
-        ones, for all have heard the same words. Where nobody is trusted yet, everybody is who is not banned."""
-        words = [commit.distrusts for commit in self.commits.values() if commit.distrusts is not None]
-        against = {place: sum(place in distrusts for distrusts in words) for place in self.commits}
-        believed = frozenset(place for place, count in against.items() if 2 * count <= len(words))
-        believed = believed or self.commits.keys() - self._most("bans") or frozenset(self.commits)
+        ones, for all have heard the same words. Where nobody is trusted who has work, everybody is who is not banned:
+        the first ones, and those who come when all others but the monitor have left, would wait for ever."""
+        believed = self.commits.keys() - self._most("distrusts")
+        working = {place for place, commit in self.commits.items() if commit.weight > 0}
+        if not believed or (working and not believed & working):
+            believed = self.commits.keys() - self._most("bans") or self.commits.keys()
         return frozenset(believed - self.apart or believed)
 
     def _most(self, said: str) -> frozenset[int]:
@@ -121,12 +122,13 @@ class VerifiedRound:
         self.seed = joint_seed(self.round_id, shown)
         weights = {place: self.commits[place].weight for place in self.reveals.keys() - self.apart}
         weights = {place: weight for place, weight in weights.items() if weight > 0}
-        due = [place for place in weights if place not in self.trusted or place in self._most("due")]
+        eligible = [place for place in weights if place in self.trusted]
+        due = {place for place in weights if place not in self.trusted} | self._most("due")
+        due = {place for place in due if set(eligible) - {place}}  # a turn is not for whom nobody could check
         banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
         members = weights.keys() - banned
         # who banned whom may differ between members for a round: all draw from the same list, and banned ones count out
         self.targets = draw_targets(self.seed, sorted(weights), self._settings.share, due) & members
-        eligible = [place for place in weights if place in self.trusted]
         for target in sorted(self.targets):
             ranges = draw_validators(self.seed, target, int(self.commits[target].weight), weights, eligible)
             if ranges:
@@ -253,7 +255,7 @@ class VerifiedRound:
         self._verifier.measured.append(found)
         peer = self.group[check.target]
         if found <= self._settings.tolerance:
-            self._verifier.pass_check(peer, self.epoch, check.samples)
+            self._verifier.pass_check(self, check)
             return
         self._verifier.mistrust(peer, self.epoch, found)
         case = self.docket.open(check.target, "gradient")
