@@ -19,7 +19,9 @@ from volunteer_kit.swarm.verified_exchange import Verdicts
 logger = get_logger(__name__)
 # of the epoch before the round's, the round's own, and those that begin while validators and then jurors compute
 KEPT_MODELS = 4
-AT_ONCE = 10.0  # s of others' samples between two microbatches of our own, about
+# matchmaking times; of others' samples between two microbatches of our own. Who is away for longer misses the round in
+# which its report was due, and the others conclude that it is gone
+AT_ONCE = 0.5
 MAX_DUTIES = 64
 
 
@@ -84,8 +86,9 @@ class VerifyingOptimizer(FollowingOptimizer):
 
     def _work_off_duties(self) -> None:
         """Compute others' samples, for a while; the gradients at hand have been counted and may go."""
-        deadline = time.monotonic() + AT_ONCE
+        deadline = time.monotonic() + AT_ONCE * self.matchmaking_time
         while time.monotonic() < deadline and (self._duties or self._work is not None):
+            self.only_accumulated = False  # the time is not what our own microbatch takes
             if self._work is None:
                 self._work = self._compute(self._duties.popleft())
             try:
