@@ -241,6 +241,27 @@ def test_a_line_that_breaks_does_not_leave_a_run_with_newcomers_alone():
     assert trusted_by(group, "monitor") == {"monitor", "ada", "bob"}
 
 
+def test_a_monitor_that_was_silent_reduces_again_after_some_rounds_and_may_not_train_unseen():
+    group = with_monitor("ada", "bob", rules=ALWAYS)
+    monitor = group.members["monitor"]
+    group.run(1)
+    monitor.answers = False
+    group.run(1)
+    monitor.answers = True
+    for name in ("ada", "bob"):
+        assert trusted_by(group, name) == {"ada", "bob"}
+    group.run(ALWAYS.probation)
+    for name in group.members:
+        assert trusted_by(group, name) == {"ada", "bob", "monitor"}
+    monitor.answers = False
+    group.run(1)
+    monitor.answers, monitor.samples = True, 8
+    group.run(1)
+    monitor.samples = 0
+    group.run(2 * ALWAYS.probation)
+    assert trusted_by(group, "ada") == {"ada", "bob"}
+
+
 def test_one_mismatch_costs_standing_and_not_membership():
     once = iter([True])
     group = make({"odd": {"sends": lambda g: -g if next(once, False) else g}})

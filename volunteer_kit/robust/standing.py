@@ -74,6 +74,7 @@ class Standing:
         self._lost: dict[Peer, int] = defaultdict(int)  # times that it was suspended
         self._owed: dict[Peer, float] = defaultdict(float)  # samples found right that did not enter
         self._trusted: dict[Peer, None] = {}
+        self._attending: dict[Peer, int] = {}  # who lost trust and trains nothing -> whole rounds since
         self.is_new = True  # have we seen no round yet?
 
     def is_trusted(self, peer: Peer) -> bool:
@@ -105,7 +106,24 @@ class Standing:
         twice as much for that; as much again, found right while it was trusted, and that time is forgotten."""
         if self._trusted.pop(peer, self) is None:
             self._lost[peer] += 1
+            self._attending[peer] = 0
+        elif peer in self._attending:
+            self._attending[peer] = 0
         self._proven[peer] = 0
+
+    def attended(self, peer: Peer, trains: bool) -> None:
+        """It went through a whole round. Who trains nothing, as a monitor, has no samples that could be found right; it
+        was trusted before, and reduces again after as many rounds as there are microbatches to prove otherwise."""
+        if trains or self._strikes.get(peer):
+            self._attending.pop(peer, None)
+        if peer in self._attending:
+            self._attending[peer] += 1
+            if self._attending[peer] >= self._needed(peer):
+                del self._attending[peer]
+                self._trusted[peer] = None
+
+    def _needed(self, peer: Peer) -> int:
+        return self.settings.probation << min(10, max(0, self._lost.get(peer, 0) - 1))
 
     def found_right(self, peer: Peer, microbatches: int, samples: float) -> float:
         """What it sent is what its samples give.
@@ -115,7 +133,7 @@ class Standing:
         self._proven[peer] = self._proven.get(peer, 0) + microbatches
         if self.is_banned(peer):
             return 0.0
-        is_proven = self._proven[peer] >= self.settings.probation << min(10, max(0, self._lost.get(peer, 0) - 1))
+        is_proven = self._proven[peer] >= self._needed(peer)
         if self.is_trusted(peer):
             if is_proven and self._lost.get(peer):
                 self._lost[peer] -= 1

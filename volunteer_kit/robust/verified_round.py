@@ -174,6 +174,8 @@ class VerifiedRound:
             if self.commits[place].weight > 0:
                 why = "it drew other numbers" if place in good else "it did not answer in time"
                 self._verifier.suspend(self.group[place], self.epoch, why)
+        for place in self.statements:
+            self._verifier.standing.attended(self.group[place], self.commits[place].weight > 0)
         self._settle_disputes(parts)
         self._look_at_reducers(parts, answers)
         self._look_at_senders(parts, held)
