@@ -167,6 +167,16 @@ def test_an_epoch_without_gradients_makes_no_step(optimizer, monkeypatch, attend
     optimizer._follow = None
 
 
+def test_what_a_newcomer_claimed_counts_while_it_is_checked(optimizer, monkeypatch):
+    """Its weight does not enter; were its claims not believed for that, its epochs would end before the others'."""
+    settled = []
+    monkeypatch.setattr(optimizer.tracker, "settle_round", lambda epoch, group, weights: settled.append(weights))
+    report = {"epoch": 4, "samples": 16, "weight": 32.0}  # two things to a sample
+    optimizer._settle_claims(report, Round(group=(A, B), weights={A: 32.0}, waiting={B: 64.0}))
+    optimizer._settle_claims(report, Round(group=(A, B), waiting={B: 64.0}))
+    assert settled == [{A: 16.0, B: 32.0}, {}], "who reduced nothing knows nothing"
+
+
 def test_who_leaves_while_apart_does_not_count_on_his_last_step(optimizer, monkeypatch):
     train(optimizer, 1)
     optimizer.reports.clear()

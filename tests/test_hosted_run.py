@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -35,13 +35,14 @@ REASON = "two machines, one of them in a cupboard"
 class HostOfTwo:
     """`volunteer-kit host` in a folder of its own, again and again."""
 
-    def __init__(self, folder: Path, hub: Hub):
+    def __init__(self, folder: Path, hub: Hub, edit: Callable[[str], str] = lambda text: text):
+        """:param edit: of the run file's text"""
         self.folder, self.port, self.board = folder / "host", free_port(), free_port()
         self.run_file, self.said = folder / "together.yaml", ""
         text = find_run_file("demo").read_text().replace("run_id: demo", "run_id: together")
         text = text.replace("target_batch_size: 256", "target_batch_size: 2048")  # the monitor needs seconds a step
         who = "url: 'http://127.0.0.1', open: true, moderators: [mona], public_key: ''"
-        self.run_file.write_text(f"{text}\nauthority: {{{who}}}\n")
+        self.run_file.write_text(f"{edit(text)}\nauthority: {{{who}}}\n")
         self._mark = f"VOLUNTEER_KIT_HOSTED_TEST={folder.name}-{os.getpid()}"
         name, _, value = self._mark.partition("=")
         root = str(Path(__file__).parents[1])

@@ -201,12 +201,11 @@ class SwarmOptimizer(VerifyingOptimizer):
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
+                self._settle_claims(report, outcome)
                 self._take_verdicts(outcome)
                 if outcome.verdicts is not None and not outcome.verdicts.trusted:
                     failure = failure or (OTHER_MODEL if outcome.verdicts.apart else ON_PROBATION)
         self.state_averager.round_name = outcome.name
-        if outcome.group:
-            self._settle_claims(report, outcome)
         if outcome.group and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
         # who trains nothing has no gradients of its own; zeros would still turn the model by their momentum
@@ -219,7 +218,7 @@ class SwarmOptimizer(VerifyingOptimizer):
         """What others claimed of this epoch beside what they weighed; in samples, though a weight may be of other
         things: ours tells how many of them a sample has."""
         own = report["weight"] / report["samples"] if report["samples"] and report["weight"] else 1.0
-        weights = {peer: weight / own for peer, weight in outcome.weights.items()}
+        weights = {peer: weight / own for peer, weight in outcome.delivered.items()}
         self.tracker.settle_round(report["epoch"] - 1, outcome.group, weights)
 
     def _something_came(self) -> bool:

@@ -28,6 +28,7 @@ class Round:
     kept_own: str | None = None  # why our own tensors were not replaced by the averages
     failed_reducers: tuple[str, ...] = ()
     weights: dict[PeerID, float] = field(default_factory=dict)  # senders that entered our slice; none in client mode
+    waiting: dict[PeerID, float] = field(default_factory=dict)  # samples of those who are checked before they count
     in_agreement: bool = False
     verdicts: Any = None  # of a verified round: verified_exchange.Verdicts
     seconds: float = 0.0
@@ -44,6 +45,12 @@ class Round:
             return None
         missed = (self.received, sorted(self.failed_reducers)) if self.received < 1 else ()
         return repr((self.round_id, *missed)).encode()
+
+    @property
+    def delivered(self) -> dict[PeerID, float]:
+        """What came of what members had claimed, {} if we reduced nothing and cannot know. Who is on probation has
+        samples as well: were its claims not believed, its epochs, in which they count, would end before ours."""
+        return {**self.waiting, **self.weights} if self.weights else {}
 
     def whom_to_follow(self, own_id: PeerID, own_told: Any) -> Follow | None:
         """Whose state is the one that this round's step belongs to, if it is not ours.

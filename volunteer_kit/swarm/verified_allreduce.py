@@ -82,6 +82,10 @@ class VerifiedAllReduce(SwarmAllReduce):
         whole = self.answered[reducer] == self.tensor_part_container.num_parts_by_peer[reducer] > 0
         return self._answers[reducer].digest() if whole else b""
 
+    def can_have_done(self, peer: PeerID, samples: float) -> bool:
+        limit = self.weight_limit(peer)
+        return samples <= self.max_weight and (limit is None or samples <= limit)
+
     def counted(self, peer: PeerID) -> int:
         """Of our own parts, how many this sender's enter, from the first on."""
         if peer not in self.sender_peer_ids:

@@ -186,6 +186,7 @@ class VerifiedAverager(SwarmAverager):
         if exchange.lost:
             outcome.received = await asyncio.to_thread(exchange.drop_lost, self._runner, tensors)
             outcome.failed_reducers = tuple(str(exchange.round.group[place]) for place in sorted(exchange.lost))
+        outcome.waiting = exchange.waiting(self._runner)
         outcome.verdicts = Verdicts(
             trusted=exchange.round.own in exchange.round.trusted,
             apart=exchange.round.own in exchange.round.apart,

@@ -107,6 +107,13 @@ class VerifiedExchange:
         trusted = {self.round.group[place] for place in self.round.trusted}
         return {peer: NOT_YET for peer in self.round.group if peer not in trusted}
 
+    def waiting(self, runner: VerifiedAllReduce) -> dict[PeerID, float]:
+        """Samples of those who went through the whole round, and count once they were found right."""
+        here = self.round.statements.keys() - self.round.trusted - self.round.apart
+        weights = {self.round.group[place]: self.round.commits[place].weight for place in here}
+        banned = self.verifier.standing.is_banned
+        return {peer: w for peer, w in weights.items() if not banned(peer) and runner.can_have_done(peer, w)}
+
     def fractions(self, planned: Sequence[float]) -> tuple[float, ...]:
         """Of the vector, by reducer: who is not trusted reduces nothing, if others can."""
         kept = tuple(part if place in self.round.trusted else 0 for place, part in enumerate(planned))

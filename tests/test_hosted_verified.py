@@ -1,0 +1,73 @@
+"""A hosted run that verifies: whoever comes is checked, told so in words, and credited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub import Hub
+from tests.monitored import Volunteer
+from tests.test_hosted_run import CREDITED, HostOfTwo, token_of, wait_until
+from volunteer_kit.runs import load_run
+from volunteer_kit.training.protocol import WorkerSpec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as hub:
+        for name in ("ada", "bob", "mona"):
+            hub.tokens[token_of(name)], hub.rights[token_of(name)] = name, {"role": "read"}
+        yield hub
+
+
+def verified(text: str) -> str:
+    return text.replace("\nswarm:", "\nverification: {share: 0.3}\n\nswarm:\n  aggregation: centered_clip\n  # ", 1)
+
+
+def join(name: str, folder: Path, host: HostOfTwo, again: int = 0) -> Volunteer:
+    run, home = load_run(host.link), folder / name
+    home.mkdir(exist_ok=True)
+    spec = WorkerSpec(
+        run=run.model_dump(mode="json"), name=name, initial_peers=list(run.initial_peers), home=str(home),
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=False, threads=1, batch_size=64,
+        peer_seed=len(name) + again, hf_token=token_of(name),
+    )  # fmt: skip
+    return Volunteer(folder / f"{name}-{again}.log", spec)
+
+
+def leave(volunteer: Volunteer) -> None:
+    volunteer.order('{"command": "leave"}')
+    volunteer.wait_event("left")
+
+
+def told(volunteer: Volunteer) -> str:
+    return " ".join(event["message"] for event in volunteer.events if event["event"] == "warning")
+
+
+def test_whoever_comes_is_checked_credited_and_told_so(tmp_path, hub):
+    host, here = HostOfTwo(tmp_path, hub, edit=verified), []
+    try:
+        host.start()
+        here.append(ada := join("ada", tmp_path, host))
+        wait_until(lambda: host.credit_of("ada"), CREDITED, "who comes first has credit, though nobody could check it")
+        here.append(bob := join("bob", tmp_path, host))
+        wait_until(lambda: host.credit_of("bob"), CREDITED, "who was found right has credit")
+        leave(ada)
+        before = host.credit_of("bob")
+        wait_until(lambda: host.credit_of("bob") > before, CREDITED, "the newcomer goes on without who had checked it")
+        before = host.credit_of("ada")
+        here.append(again := join("ada", tmp_path, host, again=1))
+        wait_until(lambda: host.credit_of("ada") > before, CREDITED, "who comes back has more")
+        leave(bob), leave(again)
+        for volunteer in here:
+            said = told(volunteer)
+            assert "shut out" not in said and "have confirmed" not in said, said
+            assert "do not count yet" not in said or "counts from now on" in said, said
+    finally:
+        for volunteer in here:
+            volunteer.kill()
+        host.close()
