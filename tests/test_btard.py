@@ -210,6 +210,19 @@ def test_who_comes_when_all_but_the_monitor_have_left_need_not_wait_for_them():
         assert verdicts(group, "monitor") == {}
 
 
+def test_who_counted_for_want_of_others_does_not_vouch_for_itself_when_they_are_back():
+    """A group of two would else be a tie, and it would never be on probation."""
+    rules = replace(ALWAYS, probation=10_000)
+    group = with_monitor("ada", rules=rules)
+    group.run(2)
+    group.members["bob"] = Member("bob", rules, sends=lambda gradient: 1000 * gradient)
+    group.round(absent=("ada",))
+    assert group.average.norm() > 1000
+    for absent in ((), ("monitor",)):
+        group.round(absent=absent)
+        assert group.average.norm() < 10
+
+
 def test_who_counts_for_want_of_others_is_credited_once():
     group = with_monitor("ada", rules=ALWAYS)
     group.run(2)
@@ -221,7 +234,7 @@ def test_who_counts_for_want_of_others_is_credited_once():
     assert trusted_by(group, "monitor") == {"monitor", "bob", "eve"}
     credits = group.members["monitor"].verifier.credits
     assert credits["bob"] == 0.0, "its samples were in the rounds' own weights"
-    assert credits["eve"] == 16.0
+    assert credits["eve"] == 0.0
 
 
 def test_a_line_that_breaks_does_not_leave_a_run_with_newcomers_alone():

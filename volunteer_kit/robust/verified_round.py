@@ -77,7 +77,9 @@ class VerifiedRound:
         """Who did not commit takes no part: nothing of it can be checked."""
         self.commits = self._by_place(heard)
         self.trusted = self._believed()
-        self._verifier.standing.meet(self.group, [self.group[place] for place in self.trusted])
+        standing = self._verifier.standing
+        if not (standing.is_new and self.trusted & self._most("distrusts")):  # we would vouch for ourselves from now on
+            standing.meet(self.group, [self.group[place] for place in self.trusted])
         self._verifier.hear_bans(self.epoch, [self.group[place] for place in self._most("bans")])
         for place, commit in self.commits.items():
             for news in commit.news[:MAX_NEWS]:
@@ -123,7 +125,8 @@ class VerifiedRound:
         weights = {place: self.commits[place].weight for place in self.reveals.keys() - self.apart}
         weights = {place: weight for place, weight in weights.items() if weight > 0}
         eligible = [place for place in weights if place in self.trusted]
-        due = {place for place in weights if place not in self.trusted} | self._most("due")
+        due = {place for place in weights if place not in self.trusted}
+        due |= weights.keys() & (self._most("due") | self._most("distrusts"))
         due = {place for place in due if set(eligible) - {place}}  # a turn is not for whom nobody could check
         banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
         members = weights.keys() - banned
