@@ -197,9 +197,10 @@ class VerifiedRound:
         claims = self._told.at_odds(parts, 1 - 2 * self._settings.bad_share)
         members, reducers = self.trusted & self.statements.keys(), {part.reducer for part in parts}
         for pair in at_fault(claims, len(members) - 1, len(reducers) - 1):
-            who = "another member contradicts" if len(pair) > 1 else "most others contradict"
+            alone = "most others did not get what it says that it sent"
+            why = "it and another member disagree about what was sent" if len(pair) > 1 else alone
             for place in pair:
-                self._verifier.suspend(self.group[place], self.epoch, f"{who} it about this round")
+                self._verifier.suspend(self.group[place], self.epoch, why)
 
     def _look_at_reducers(self, parts: Sequence[Part], answers: np.ndarray) -> None:
         reducers = {part.reducer for part in parts}
