@@ -7,16 +7,27 @@ import gc
 import json
 import multiprocessing as mp
 import os
+import struct
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import TimeoutError
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 
 import psutil
+import pytest
 import torch
+from hivemind.utils import MPFuture
 
-from volunteer_kit.swarm.forked import forget_inherited_tensors
+from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.swarm.forked import Outbox, forget_inherited_tensors
 
-MB = 2**20
+MB, LONG = 2**20, 40_000
 
 
 def rewrite_what_a_fork_inherited() -> dict:
@@ -96,6 +107,53 @@ def test_a_question_of_one_who_has_ended_stops_nobody(peer):
 
 async def count_tasks(dht, node) -> int:
     return len(asyncio.all_tasks())
+
+
+async def measure(dht, node, *, what: bytes) -> int:
+    return len(what)
+
+
+@contextmanager
+def of_dht(dht, measured: MPFuture) -> Iterator[tuple[Connection, tuple]]:
+    yield dht._outer_pipe, ("_run_coroutine", [], {"coro": partial(measure, what=b"." * LONG), "future": measured})
+
+
+class Measuring(SwarmAverager):
+    async def measure(self, what: bytes, measured: MPFuture) -> None:
+        measured.set_result(len(what))
+
+
+@contextmanager
+def of_averager(dht, measured: MPFuture) -> Iterator[tuple[Connection, tuple]]:
+    averager = Measuring([torch.zeros(3)], dht, prefix="forked", start=True)
+    try:
+        yield averager._outer_pipe._pipe, ("measure", [b"." * LONG, measured], {})
+    finally:
+        averager.shutdown()
+
+
+@pytest.mark.parametrize("order_of", [of_dht, of_averager])
+def test_an_order_that_comes_in_two_pieces_is_read_whole(peer, order_of):
+    """As all of more than 16 KB do: on busy cores the second is not there yet when the first is read."""
+    measured = MPFuture()
+    with order_of(peer.dht, measured) as (pipe, order):
+        order = ForkingPickler.dumps(order)
+        os.write(pipe.fileno(), struct.pack("!i", len(order)))
+        with pytest.raises(TimeoutError):
+            measured.result(timeout=0.5)  # the first piece has been read long ago
+        os.write(pipe.fileno(), order)
+        assert measured.result(timeout=10) == LONG
+
+
+def test_long_orders_of_two_threads_are_not_mixed():
+    here, there = mp.Pipe(duplex=False)
+    outbox, orders = Outbox(there), [("measure", [letter * LONG], {}) for letter in (b"a", b"b")]
+    threads = [threading.Thread(target=lambda order=order: [outbox.send(order) for _ in range(50)]) for order in orders]
+    for thread in threads:
+        thread.start()
+    assert all(here.recv() in orders for _ in range(100))
+    for thread in threads:
+        thread.join()
 
 
 def test_who_is_killed_leaves_no_process_behind(tmp_path):

@@ -22,7 +22,7 @@ from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.identity import is_peer_id, peer_id_of_owner
 
 MAX_KEYS = 512  # in one call; ours have one to a few dozen
-MAX_VALUE = 2**14  # bytes; ours are under 4 KB. (One's own hivemind.DHT dies of more than 16 KB.)
+MAX_VALUE = 2**14  # bytes; ours are under 4 KB
 MAX_HANDED_ON = 32  # records under one key from which on those of unknown keys are no longer taken
 MAX_DICTIONARY = 2**20  # bytes under one key; what 2,000 peers say of themselves
 LONGEST = 2 * 24 * 3600.0  # s that a value may be kept; leases are remembered for a day

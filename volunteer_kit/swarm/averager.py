@@ -30,7 +30,7 @@ from volunteer_kit.swarm.admitted_averager import LINGER, MAX_GATHERED_BYTES, TO
 from volunteer_kit.swarm.agreement import under_order
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.believed_speed import Limits
-from volunteer_kit.swarm.forked import end_with_parent, forget_inherited_tensors, hold_tasks
+from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import (
@@ -77,6 +77,7 @@ class SwarmAverager(AdmittedAverager):
         self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
         self._split_groups: deque[bytes] = deque(maxlen=16)  # likewise
         super().__init__(*args, start=False, **kwargs)
+        self._outer_pipe = Outbox(self._outer_pipe)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
         self.matchmaking_kwargs["request_timeout"] = min(self.matchmaking_kwargs["request_timeout"], 0.8 * patience)
@@ -138,9 +139,13 @@ class SwarmAverager(AdmittedAverager):
         end_with_parent()
         forget_inherited_tensors()
         hold_tasks(hivemind.averaging.averager)
+        self._inner_pipe = Inbox(self._inner_pipe)
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
         hivemind.averaging.averager.Matchmaking = WaryMatchmaking
         super().run()
+
+    async def _leave_unanswered(self) -> None:
+        pass
 
     # --- one round ---
 

@@ -88,19 +88,36 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
 
 
-class _Inbox:
-    """A DHT's pipe, without the questions that cannot be read since whoever asked has ended meanwhile: hivemind stands
-    still for 5 s after each, and is killed where it should end in that time."""
+class Inbox:
+    """A forked process's end of its pipe, whole orders only.
+
+    uvloop watches the pipe and so makes it non-blocking: an order that comes in two pieces, as all do that are longer
+    than 16 KB, is broken off on busy cores, its rest is read as the next one, and the process dies. And the order of
+    somebody who has ended meanwhile cannot be read: hivemind stands still for 5 s after each, and is killed where it
+    should end in that time. Its process answers to `_leave_unanswered`.
+    """
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
-        self.fileno, self.poll = pipe.fileno, pipe.poll
+        self.fileno, self.poll, self.send = pipe.fileno, pipe.poll, pipe.send
 
     def recv(self) -> tuple[str, list, dict]:
+        os.set_blocking(self._pipe.fileno(), True)  # its sender is in the middle of it
         try:
             return self._pipe.recv()
         except (OSError, RuntimeError):
             return "_leave_unanswered", [], {}
+
+
+class Outbox:
+    """The other end, for several threads: the pieces of two long orders would be mixed."""
+
+    def __init__(self, pipe: Connection):
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, order: tuple[str, list, dict]) -> None:
+        with self._lock:
+            self._pipe.send(order)
 
 
 class LeanDHT(hivemind.DHT):
@@ -117,7 +134,7 @@ class LeanDHT(hivemind.DHT):
         end_with_parent()
         forget_inherited_tensors()
         hold_tasks(hivemind.dht.dht)
-        self._inner_pipe = _Inbox(self._inner_pipe)
+        self._inner_pipe = Inbox(self._inner_pipe)
         # Ctrl-C reaches all of a process group; p2pd would end at once, and nobody could take leave
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, start_new_session=True
