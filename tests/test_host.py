@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from volunteer_kit.host.folder import NO_GROUP, HostFolder
+from volunteer_kit.host.settings import PEER_PORT
 from volunteer_kit.process_group import find
 from volunteer_kit.swarm.peer import free_port
 
@@ -151,6 +153,21 @@ def test_killed_nothing_stays_and_the_next_start_is_the_same(hosts):
         again.folder.read(),
     )
     assert again.end() == 0
+
+
+def test_any_port_is_the_same_one_at_every_start(hosts):
+    """Volunteers that are here know it, and look for the run there."""
+    chosen = [*ports()[:2], 0]
+    with contextlib.ExitStack() as usual:
+        with contextlib.suppress(OSError):  # somebody has it: as well
+            usual.enter_context(socket.create_server(("", PEER_PORT)))
+        host = hosts(ports=chosen)
+        host.wait_for(UP)
+    before = host.folder.run_file.read_text()
+    assert host.end() == 0 and f"/tcp/{PEER_PORT}/" not in before
+    again = hosts(ports=chosen)
+    again.wait_for(UP)
+    assert again.folder.run_file.read_text() == before
 
 
 @pytest.mark.slow

@@ -141,7 +141,8 @@ class Host:
                 f"The folder {self.folder.path} is of the run {saved['run_id']!r}, not {self._run_id!r}.\n"
                 "1. Name another folder: --folder PATH\n2. Or give the run file of that run."
             )
-        settings = self._given.over(HostSettings.remembered(saved))
+        remembered = HostSettings.remembered(saved)
+        settings = self._given.over(remembered)
         read_given(self._source, authority_url(settings), NO_KEY)  # before anything is made
         maddrs = {"host_maddrs": [*settings.host_maddrs], "announce_maddrs": [*settings.announce_maddrs]}
         check_addresses(PeerConfig(**maddrs))
@@ -149,7 +150,8 @@ class Host:
         leftovers = self.folder.end_leftovers()
         if leftovers:
             self._say("What an earlier host left behind has ended.")
-        self._settings = self._with_ports(settings, CLOSING if leftovers else 0.0)
+        known = listening_port(remembered.host_maddrs)
+        self._settings = self._with_ports(settings, known, CLOSING if leftovers else 0.0)
         self._url = authority_url(self._settings)
         self._public_key = KeyFolder(self.folder.keys).create(self._run_id)
         for role, days in KeyFolder(self.folder.keys).running_out().items():
@@ -164,9 +166,10 @@ class Host:
         self._save(saved.get("peer_id"))
         self._write_run_file(self._others)
 
-    def _with_ports(self, settings: HostSettings, patience: float) -> HostSettings:
+    def _with_ports(self, settings: HostSettings, known: int | None, patience: float) -> HostSettings:
         """Ports for ever, chosen at the first start; those that somebody has are told before anything starts.
 
+        :param known: the first peer's, since an earlier start; "any" is that one then
         :param patience: s for those of a host that has just been ended
         """
         outside = "" if settings.tls_cert else "127.0.0.1"
@@ -174,7 +177,7 @@ class Host:
         port = settings.port or choose(AUTHORITY_PORT, taken, outside)
         dashboard = settings.dashboard_port or choose(DASHBOARD_PORT, {port}, "127.0.0.1")
         maddrs = settings.host_maddrs or (ANYWHERE,)
-        peer_port = listening_port(maddrs) or choose(PEER_PORT, {port, dashboard})
+        peer_port = listening_port(maddrs) or known or choose(PEER_PORT, {port, dashboard})
         maddrs = tuple(_with_port(maddr, peer_port) for maddr in maddrs)
         wanted = {
             "--port": (port, outside),
