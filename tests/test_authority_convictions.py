@@ -234,7 +234,7 @@ def test_who_is_not_known_is_not_banned(lite, hub):
     assert kind_of(report(page, evidence_by([1, 2], accused=6)), 409) == "nobody"
 
 
-@pytest.mark.parametrize("at", [time.time() - 2 * 86_400, time.time() + 600])
+@pytest.mark.parametrize("at", [time.time() - 2 * 86_400, time.time() + 600], ids=["past", "to come"])
 def test_strikes_of_another_time_do_not_count(lite, hub, at):
     page = join_all(lite(), hub)
     assert kind_of(report(page, evidence_by([1, 2], at=at)), 409) == "set_aside"

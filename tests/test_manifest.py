@@ -91,7 +91,7 @@ def test_what_is_not_the_monitors_is_refused(trust, sign, keys, tmp_path):
         {"total_bytes": 2**50}, {"chunk_size": 1}, {"chunk_size": 2**30}, {"created_at": float("nan")},
         {"expires_at": float("inf")}, {"created_at": NOW + 2 * DAY}, {"run_key": ""}, {"run_key": "x" * 300},
     ],
-    ids=str,
+    ids=lambda words: next(iter(words)),
 )  # fmt: skip
 def test_a_statement_is_bounded_even_if_it_is_signed(words, trust, sign):
     said = manifest(**words)
@@ -103,7 +103,7 @@ def test_a_statement_is_bounded_even_if_it_is_signed(words, trust, sign):
 @pytest.mark.parametrize(
     "words",
     [{"resume_epoch": 20}, {"resume_epoch": 2**31}, {"manifest": manifest(run_key="run-9999")}, {"sequence": 0}],
-    ids=str,
+    ids=lambda words: next(iter(words)),
 )
 def test_an_order_is_bounded_too(words, trust, sign):
     envelope = sign("rollback", msgpack.packb(order(**words).to_list()))
