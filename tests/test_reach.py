@@ -41,7 +41,7 @@ def counted_alone(peer: LocalPeer, first: int, last: int) -> int:
 
 def wait_until_equal(swarm, peers: list[LocalPeer]) -> None:
     ends = swarm.finish(*peers)
-    assert len({(end["epoch"], end["digest"]) for end in ends}) == 1, [peer.story() for peer in peers]
+    assert len({(end["epoch"], end["digest"]) for end in ends}) == 1, "\n\n".join(peer.story() for peer in peers)
 
 
 # --- real outages ---

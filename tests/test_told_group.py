@@ -100,24 +100,26 @@ def test_one_of_many_that_was_told_otherwise_costs_its_own_slice_and_samples():
 def test_who_has_left_a_split_round_tells_those_who_come_late():
     """Whichever of the lists they were told: who hears of no other group would wait for the parts of who has left."""
 
-    async def answer(group_id: bytes) -> int:
+    async def answer(group_id: bytes, next_round_is_on: bool) -> int:
         member = object.__new__(SwarmAverager)
         member._parent_pid = None  # it has no process to end
         member._running_groups, member._pending_groups_registered = {}, asyncio.Event()
         member._awaited, member._past_groups, member._split_groups = set(), deque(), deque()
         member._led_apart, member._remarks, member._matchmaking = SimpleNamespace(value=0), {}, Mock(leader=A)
-        member._pending_groups_registered.set()
+        if next_round_is_on:
+            member._pending_groups_registered.set()
         member._read_group = Mock(side_effect=LedApart)
         with pytest.raises(LedApart):
             await member._aggregate_with_group(GROUP, 0)
         stream = member.rpc_aggregate_part(as_aiter(averaging_pb2.AveragingData(group_id=group_id)), Mock(remote_id=B))
-        return (await anext(stream)).code
+        return (await asyncio.wait_for(anext(stream), timeout=20)).code
 
     told = as_exchanged(GROUP), as_exchanged(replace(GROUP, gathered=(b"a", b"b", b"x")))
     for group in told:
-        assert asyncio.run(answer(group.group_id)) == OTHER_GROUP
+        for next_round_is_on in (False, True):  # who has to wait for it misses it
+            assert asyncio.run(answer(group.group_id, next_round_is_on)) == OTHER_GROUP
     another = as_exchanged(replace(GROUP, group_id=b"h" * 20))
-    assert asyncio.run(answer(another.group_id)) == averaging_pb2.BAD_GROUP_ID
+    assert asyncio.run(answer(another.group_id, True)) == averaging_pb2.BAD_GROUP_ID
 
 
 # --- real averagers ---

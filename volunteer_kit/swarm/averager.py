@@ -154,19 +154,24 @@ class SwarmAverager(AdmittedAverager):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         await self._let_in_sender(context.remote_id)
         first = await anext(stream)
-        if first.group_id not in self._running_groups:
+        if first.group_id not in self._running_groups and not self._was_split(first.group_id):
             await self._pending_groups_registered.wait()
         if first.group_id in self._running_groups:
             # hivemind awaits this future bare: a member that hangs up meanwhile would cancel it, and the round, for all
             await asyncio.wait({self._running_groups[first.group_id]})
-        async for message in super().rpc_aggregate_part(achain(as_aiter(first), stream), context):
-            if message.code == averaging_pb2.BAD_GROUP_ID:
-                if self._running_groups:
+        if self._was_split(first.group_id):  # not left to hivemind, which would wait for our next round
+            yield averaging_pb2.AveragingData(code=OTHER_GROUP)
+        else:
+            async for message in super().rpc_aggregate_part(achain(as_aiter(first), stream), context):
+                if message.code == averaging_pb2.BAD_GROUP_ID and self._running_groups:
                     await self._hear_of_other_group(context.remote_id, first.group_id)
-                if self._running_groups or leaders_id(first.group_id) in self._split_groups:
                     message = averaging_pb2.AveragingData(code=OTHER_GROUP)
-            yield message
+                yield message
         await asyncio.sleep(LINGER)
+
+    def _was_split(self, group_id: bytes) -> bool:
+        """Have we left a round under this name because its leader had told members different groups?"""
+        return leaders_id(group_id) in self._split_groups
 
     async def _hear_of_other_group(self, peer_id: PeerID, group_id: bytes) -> None:
         """A peer sends parts of a group that is none of ours. If it is in our group as well, its leader told it another
