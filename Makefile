@@ -36,8 +36,8 @@ $(STAMP): requirements.txt setup.cfg pyproject.toml
 demo: install
 	$(VENV)/bin/volunteer-kit demo $(DEMO)
 
-test: install  # two files at a time: each waits for peers half of its time
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" $(or $(TEST),-n 2 --dist loadfile)
+test: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" $(TEST)
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow $(TEST)
