@@ -233,7 +233,10 @@ def test_prevailing(told, donors, right, why):
         (dict(a="5x", b="5y"), {"b": "a"}, "of two that differ exactly one follows"),
         (dict(a="5x", b="5y", c="5z"), {"b": "a", "c": "a"}, "of many, all but one"),
         (dict(a="5x", b="4y", c="5x"), {"b": "ac"}, "behind"),
-        (dict(a="4x", b="4x", c="5y"), {}, "ahead: the others see its record and come"),
+        (dict(a="4x", b="4x", c="5y"), {"c": "ab"}, "ahead of most by a step: they do not see its record"),
+        (dict(a="4x", b="4x", c="6y"), {}, "ahead of most by two, who come from afar: they follow"),
+        (dict(a="4x", b="4x", c="5y", d="6y"), {}, "ahead of half: the others see its record and come"),
+        (dict(a="4x", b="4z", c="5y"), {"b": "a"}, "ahead of most, who hold no one state"),
         (dict(a="4x", b="5x"), {"a": "b"}, "behind, between two"),
         (dict(a="4x", b="4z", c="5x", d="5y", e="5y"), {"a": "de", "b": "de", "c": "de"}, "everything at once"),
     ],
@@ -245,7 +248,7 @@ def test_whom_to_follow(told, follows, why):
             follow = whom_to_follow(told, peer, frozenset(told))
             donors = "".join(name for name, peer in PEERS.items() if follow and peer in follow.donors)
             assert donors == follows.get(name, ""), (name, why)
-            assert follow is None or follow.at_least == 6
+            assert follow is None or follow.at_least == 1 + common_epoch(read_all(told), frozenset(told))
 
 
 def test_a_client_that_is_ahead_alone_comes_back():
@@ -255,7 +258,7 @@ def test_a_client_that_is_ahead_alone_comes_back():
     assert whom_to_follow(told, A, donors).at_least == 6 and whom_to_follow(told, A, donors).donors == (B, C)
     assert whom_to_follow(told, B, donors) is None and whom_to_follow(told, D, donors).donors == (B, C)
     assert set(out_of_step(told, donors)) == {A, D}
-    assert whom_to_follow(told, A, {A, *donors}) is None, "a donor would be followed"
+    assert whom_to_follow(told, A, {A, *donors}) is None, "a donor would be followed, for b and c are not most"
 
 
 def test_who_cannot_be_followed_is_not():

@@ -225,7 +225,8 @@ def whom_to_follow(told: Mapping[PeerID, Any], own_id: PeerID, donors: Collectio
     """After a round: is ours the state that the step belongs to (None), or whose is?
 
     Of donors at different epochs the later one is followed, by those that see its progress record; so a donor that is
-    ahead of its group follows nobody.
+    ahead of its group follows nobody. Unless it is ahead by one step, which it may have taken alone, and most members
+    hold one state: had they seen its record they would have come, and it would go on beside them by itself.
 
     :param told: what each member told before the round
     :param donors: members that share their state (not in client mode)
@@ -236,10 +237,12 @@ def whom_to_follow(told: Mapping[PeerID, Any], own_id: PeerID, donors: Collectio
         return None  # nobody follows across an order: it is obeyed, not voted for
     said = under(own.order, said)
     epoch = common_epoch(said, donors)
-    if epoch is None or (own.epoch > epoch and own_id in donors):
+    if epoch is None:
         return None
     right = prevailing(said, epoch, donors)
     if own_id in right or (own.epoch == epoch and not right):
+        return None
+    if own.epoch > epoch and own_id in donors and (own.epoch > epoch + 1 or 2 * len(right) <= len(said)):
         return None
     why = f"at epoch {own.epoch}, the others at {epoch}" if own.epoch != epoch else "our model is not the others'"
     return Follow(epoch + 1, tuple(sorted(right & frozenset(donors))), why)
