@@ -1,7 +1,7 @@
 """One peer of a test swarm, a process of its own: a small linear model over the real SwarmOptimizer.
 
 argv[1]: JSON settings; with an authority those of tests/peer_questions.py:membership as well. stdin and stdout: see
-tests/orders.py; "damage" makes the next step a wrong one.
+tests/orders.py; "damage" makes the next step a wrong one, "alone" makes one before the others' and without them.
 """
 
 import json
@@ -47,8 +47,8 @@ def main() -> None:
     if "network" in settings:
         enter(settings["network"])
     torch.set_num_threads(1)
-    damage = threading.Event()
-    orders = Orders(damage=damage)
+    damage, alone = threading.Event(), threading.Event()
+    orders = Orders(damage=damage, alone=alone)
     member = membership(settings)
     peer = start_peer(
         PeerConfig(
@@ -93,6 +93,7 @@ def main() -> None:
         optimizer=lambda params: FaultyLamb(params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=damage),
     )
     questions.optimizer = optimizer
+    step_when_told(optimizer, alone)
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch, complete=optimizer.complete)
     train(model, truth, optimizer, settings, orders)
     state = optimizer.settle(patience=30.0)
@@ -102,6 +103,22 @@ def main() -> None:
     member.close()
     peer.shutdown()
     say("left")
+
+
+def step_when_told(optimizer, alone: threading.Event) -> None:
+    """A step for which the batch is not full, and no group is found."""
+    tracker, await_round = type(optimizer.tracker), optimizer._await_round
+    is_ready = tracker.ready_to_update_epoch.fget
+
+    def await_nobody(control):
+        if not alone.is_set():
+            return await_round(control)
+        alone.clear()
+        control.cancel()
+        raise TimeoutError
+
+    tracker.ready_to_update_epoch = property(lambda self: alone.is_set() or is_ready(self))
+    optimizer._await_round = await_nobody
 
 
 def train(model, truth, optimizer, settings, orders) -> None:

@@ -61,10 +61,15 @@ def test_a_peer_whose_line_is_cut_takes_no_step_and_comes_back_by_itself(tmp_pat
             peer.wait_epoch(before + 3, group_size=2)
         time.sleep(OUTAGE)  # an outage has a length; nothing is awaited
         net.mend(3)
-        lost.wait_event("back", BACK_WITHIN)
+        back = lost.wait_event("back", BACK_WITHIN)
+        lost.order("alone")  # as who finds no group yet; the others do not believe an epoch that comes before its time
         met = lost.wait_epoch(before + 4, group_size=3, timeout=BACK_WITHIN)
         assert counted_alone(lost, cut["epoch"] + 1, met["epoch"]) == 0, lost.story()
+        lost.wait_epoch(met["epoch"] + 3, group_size=3)
         wait_until_equal(swarm, peers)
+    later = {e["epoch"]: e["failure"] for e in epochs(lost) if e["epoch"] > back["epoch"]}
+    ahead = [why for epoch, why in later.items() if why == f"at epoch {epoch - 1}, the others at {epoch - 2}"]
+    assert len(ahead) <= 1, f"each round meets it a step ahead again: {ahead}"
 
 
 @pytest.mark.slow
