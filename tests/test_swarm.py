@@ -81,8 +81,9 @@ def test_inflated_progress_does_not_end_epochs_early(tmp_path):
         for event in (e for peer in (*honest, liar) for e in peer.events if e["event"] == "epoch" and not e["failure"]):
             samples[event["epoch"]] = samples.get(event["epoch"], 0) + event["samples"]
         # by then its first rounds have told what its claims are worth
-        true = [samples[epoch] for epoch in range(met + 3, met + 9)]
-        assert min(true) >= 0.8 * target, true
+        true = sorted(samples.get(epoch, 0) for epoch in range(met + 3, met + 9))
+        # were it believed, it would end all of them; one of two honest ones that misses a round takes its samples along
+        assert true[1] >= 0.8 * target, true
 
 
 def test_poisoned_state_averaging_is_not_taken(tmp_path):

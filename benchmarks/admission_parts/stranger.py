@@ -21,6 +21,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 
 RUN = "test"  # key of the swarm's averagers
 PATIENCE = 15.0  # s for one call
+LINGER = 5.0  # s; p2pd resets a stream that is closed by who answers, and what was not read by then is lost
 JUNK = b"\x01"
 QUESTIONS = {  # call of one message -> what it asks
     "rpc_get_chunk": [bytes(32), 0],
@@ -69,18 +70,21 @@ class Averager(ServicerBase):
         called["rpc_join_group"] += 1
         async for message in Group.now.answer(request, context):
             yield message
+        await asyncio.sleep(LINGER)
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         called["rpc_aggregate_part"] += 1
         yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
+        await asyncio.sleep(LINGER)
 
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         called["rpc_download_state"] += 1
         yield averaging_pb2.DownloadData(metadata=JUNK)
+        await asyncio.sleep(LINGER)
 
 
 class SwarmGradientAverager(Averager):
