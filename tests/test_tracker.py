@@ -12,6 +12,7 @@ from hivemind.utils import get_dht_time
 
 from tests.somebody import LIFETIME, NOW, Somebody, entry
 from volunteer_kit.swarm.identity import peer_id_of_owner
+from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.progress import Limits, SwarmProgressTracker, believed_epoch, is_plausible
 
@@ -157,6 +158,18 @@ def test_who_is_gone_is_not_awaited_as_long_as_its_record_lasts(tracker, people,
     claims = people[0].claims(epoch=epoch, time=get_dht_time() - silent)
     progress = tracker._parse_swarm_progress_data({people[0].subkey: entry(claims)})
     assert (progress.num_peers, len(tracker.behind), tracker.num_late) == (2, behind, late), why
+
+
+@pytest.mark.parametrize("matchmaking_time", [0.6, 2.0, 15.0, 60.0])
+def test_whatever_the_others_claim_we_look_again_in_time_for_their_round(peer, people, matchmaking_time):
+    """They wait for us for a matchmaking_time from when they have enough samples, which may be sooner than it seems."""
+    options = SwarmOptions("quick", 10_000, matchmaking_time=matchmaking_time, refresh_period=0.1).of_hivemind()
+    tracker = SwarmProgressTracker(
+        peer.dht, f"quick_{matchmaking_time}", 10_000, limits=Limits(10_000), start=False, **options["tracker_opts"]
+    )
+    progress = tracker._parse_swarm_progress_data({people[0].subkey: entry(people[0].claims(epoch=0))})
+    now = get_dht_time()
+    assert progress.eta_next_epoch - now > 1000 and progress.next_fetch_time - now <= matchmaking_time / 2
 
 
 def test_a_peer_that_has_left_is_no_lie(tracker, people):

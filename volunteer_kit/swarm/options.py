@@ -40,7 +40,7 @@ class SwarmOptions:
         small that their epochs are shorter
     :param alone_after: s of silence after which a peer that joined others takes them for gone, and goes on alone; None:
         never, for its own line may be dead, and what it does meanwhile is lost
-    :param refresh_period: s between looks at the others' progress, at least
+    :param refresh_period: s between looks at the others' progress, at least; at most half a matchmaking_time
     """
 
     run_key: str
@@ -92,6 +92,8 @@ class SwarmOptions:
             "tracker_opts": {
                 "min_refresh_period": self.refresh_period,
                 "default_refresh_period": 2 * self.refresh_period,
+                # others wait a matchmaking for who is expected; hivemind's 10 s are longer than a quick swarm's
+                "max_refresh_period": max(self.refresh_period, min(10.0, self.matchmaking_time / 2)),
                 "metadata_expiration": self.metadata_expiration,
             },
         }
