@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -43,24 +44,34 @@ def claim_weight() -> None:
 
 def average_large_parameters(when: Path | None = None) -> None:
     """At each round of state averaging parameters thirty times as large as ours, from when the file `when` is there; it
-    trains on with its own, so that its gradients are honest."""
-    honest_average = SwarmStateAverager._average_parameters
+    trains on with its own when the round is over, so that its gradients are honest."""
+    honest_average, honest_apply = (
+        SwarmStateAverager._average_parameters,
+        SwarmStateAverager._apply_optimizer_parameters_,
+    )
+    lies = threading.Lock()
 
     def average(self, timeout) -> None:
         if when is not None and not when.exists():
             return honest_average(self, timeout)
-        with self.get_tensors() as tensors:
-            own = [tensor.clone() for tensor in tensors]
-            for tensor in tensors:
-                tensor.mul_(30.0)
-        self.describe()  # where all say that they hold the same, nothing is averaged
-        honest_average(self, timeout)
-        with self.get_tensors() as tensors:
-            for tensor, kept in zip(tensors, own, strict=True):
-                tensor.copy_(kept)
-        self.describe()
+        with lies:
+            with self.get_tensors() as tensors:
+                own = [tensor.clone() for tensor in tensors]
+                for tensor in tensors:
+                    tensor.mul_(30.0)
+            self.describe()  # where all say that they hold the same, nothing is averaged
+            honest_average(self, timeout)
+            with self.get_tensors() as tensors:
+                for tensor, kept in zip(tensors, own, strict=True):
+                    tensor.copy_(kept)
+            self.describe()
+
+    def apply(self) -> None:
+        with lies:  # it would compute on them
+            honest_apply(self)
 
     SwarmStateAverager._average_parameters = torch.no_grad()(average)
+    SwarmStateAverager._apply_optimizer_parameters_ = torch.no_grad()(apply)
 
 
 def claim_progress() -> None:
