@@ -5,9 +5,10 @@
 
 The network is simulated; rules, first line, 8-bit codec and the state machine of verified averaging are the kit's own,
 peers are 32-bit and 16-bit by turns, of different speed. `mean` is stock hivemind's: a weighted mean that believes
-everybody. `median`, `Krum` and `CenteredClip` stand behind the first line (refused are parts that are not finite or far
-longer than the others', weights and progress beyond what a device can do), and ban nobody. `ours` is CenteredClip
-behind it, verified, with bans. Gaps are to the run without attack, with the mean and the same seeds.
+everybody. `median`, `Krum` and `CenteredClip` stand behind the first line (refused are parts that are not finite,
+weights and progress beyond what a device can do; parts far longer than the others' are scaled down), and ban nobody.
+`ours` is CenteredClip behind it, verified, with bans. Gaps are to the run without attack, with the mean and the same
+seeds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from hivemind.compression import CompressionInfo
 
-from volunteer_kit.robust.median import lower_median
+from volunteer_kit.robust.bounds import bound_norms
 from volunteer_kit.robust.rules import rule
 from volunteer_kit.swarm.codec import CODECS
 from volunteer_kit.swarm.held_parts import read_values, reason_to_refuse
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 CODEC = CODECS["blockwise8"]
 PART = 2**17  # values of a part at most, hivemind's half a megabyte
 SLACK = 1.25  # on what a device can do in an epoch; 9/7 would give seven of sixteen half of the weight
-LONGEST = 10.0  # of the median part's length: a part that is longer is refused
 
 
 class Sent(NamedTuple):
@@ -106,14 +105,15 @@ class Defence:
         kept = self.swarm.conduct(reducer).counts(kept, self.swarm.attackers)
         if not kept:
             return torch.zeros_like(next(iter(parts.values())))
-        return self.reduce([parts[peer] for peer in kept], [sent[peer].weight for peer in kept])
+        return self.made_of([parts[peer] for peer in kept], [sent[peer].weight for peer in kept])
+
+    def made_of(self, parts: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+        """The average of these parts; the first line scales down what is far longer than the others'."""
+        return self.reduce(bound_norms(parts, weights)[0] if self.first_line else parts, weights)
 
     def kept(self, parts: Mapping[int, torch.Tensor], sent: Mapping[int, Sent]) -> list[int]:
         """Whose part passes the first line."""
-        true = [peer for peer in parts if not self.refusal(peer, parts[peer], sent[peer].weight)]
-        lengths = {peer: float(parts[peer].norm()) for peer in true}
-        longest = LONGEST * lower_median(list(lengths.values()), [sent[p].weight for p in true]) if true else 0.0
-        return [peer for peer in true if lengths[peer] <= longest]
+        return [peer for peer in parts if not self.refusal(peer, parts[peer], sent[peer].weight)]
 
     def refusal(self, peer: int, part: torch.Tensor, weight: float) -> str | None:
         return reason_to_refuse(part, part.shape, weight, None, SLACK * self.swarm.batches[peer])

@@ -175,7 +175,8 @@ class Verified(Defence):
             kept = self.swarm.conduct(piece.reducer).counts(self.kept(present, sent), self.swarm.attackers)
             for peer in kept:
                 counted[piece.reducer][peer] += 1
-            average = arrived(self.reduce([present[p] for p in kept], [sent[p].weight for p in kept])) if kept else None
+            weights = [sent[peer].weight for peer in kept]
+            average = arrived(self.made_of([present[peer] for peer in kept], weights)) if kept else None
             conduct = self.swarm.conduct(piece.reducer)
             for receiver in group:
                 answers[receiver].append(None if average is None else conduct.answer(average, receiver))
