@@ -6,6 +6,7 @@ import time
 
 import pytest
 from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
 
 from tests.somebody import Somebody, entry
 from volunteer_kit.swarm.believed_progress import Claims, Worth, believed_samples
@@ -192,3 +193,19 @@ def test_who_has_just_come_is_taken_to_be_as_fast_as_the_others(tracker, people)
     tracker.settle_round(3, [honest.peer_id, second.peer_id], {honest.peer_id: 50.0, second.peer_id: 50.0})
     claims.append((liar, liar.claims(epoch=2, samples_per_second=9000.0)))
     assert read(tracker, *claims).eta_next_epoch - time.time() > 5.0
+
+
+def test_who_was_caught_is_taken_to_be_as_fast_as_the_others_and_counts_by_its_share(tracker, people):
+    """Between two reports hivemind adds what somebody does by its speed; a claimed one costs nothing either."""
+    honest, second, liar = people
+    weights = {honest.peer_id: 50.0, second.peer_id: 50.0, liar.peer_id: 64.0}
+
+    def seconds_to_go(age: float) -> float:
+        at = {"time": get_dht_time() - age}
+        claims = [(one, one.claims(samples_accumulated=50, samples_per_second=5.0, **at)) for one in (honest, second)]
+        claims.append((liar, liar.claims(samples_accumulated=256, samples_per_second=9000.0, **at)))
+        return read(tracker, *claims).eta_next_epoch - get_dht_time()
+
+    seconds_to_go(age=0.0)
+    tracker.settle_round(3, [one.peer_id for one in people], weights)
+    assert seconds_to_go(age=1.0) > 2.0

@@ -213,9 +213,10 @@ class SwarmProgressTracker(ProgressTracker):
         share, limit = self.claims.share(peer), None
         if claim.epoch == own_epoch and self._saw_it_begin:
             limit = self.speed_limit(peer, time.monotonic() - since)
-        speed = share * claim.samples_per_second
-        if self.claims.is_new(peer):  # hivemind counts on the speed of who is at another epoch, too
+        speed = claim.samples_per_second
+        if share < 1 or self.claims.is_new(peer):  # hivemind counts on the speed of who is at another epoch, too
             speed = min(speed, self._typical_speed)
+        speed *= share
         samples = believed_samples(claim.samples_accumulated, share, limit)
         if limit is not None:  # hivemind adds what it has done since by its speed
             speed = min(speed, max(0.0, limit - samples) / max(1.0, now - claim.time))
