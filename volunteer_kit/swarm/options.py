@@ -40,7 +40,7 @@ class SwarmOptions:
         small that their epochs are shorter
     :param alone_after: s of silence after which a peer that joined others takes them for gone, and goes on alone; None:
         never, for its own line may be dead, and what it does meanwhile is lost
-    :param refresh_period: s between looks at the others' progress, at least; at most half a matchmaking_time
+    :param refresh_period: s between looks at the others' progress, at least; at most they are half a matchmaking_time
     """
 
     run_key: str
