@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -170,6 +173,23 @@ def fails_with(kind: str, config: PeerConfig, seconds: float = 15.0) -> str:
     assert time.monotonic() - started < config.startup_timeout + seconds
     assert config.identity_path is None or daemons(config.identity_path) == [], "a p2pd is left behind"
     return str(told.value)
+
+
+def test_a_path_for_temporary_files_that_is_too_long_for_a_socket(tmp_path):
+    """As on clusters; torch's processes meet there. In a process of its own: where they meet is settled once."""
+    folder = tmp_path / ("scratch" * 12)
+    folder.mkdir()
+    script = (
+        "from volunteer_kit.swarm.errors import SwarmError\n"
+        "from volunteer_kit.swarm.peer import PeerConfig, start_peer\n"
+        f"try: start_peer(PeerConfig(host_maddrs={LOOPBACK}))\n"
+        "except SwarmError as e: print(e.kind, e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("shared_memory ") and str(folder) in done.stdout, done.stderr
+    assert "export TMPDIR=/tmp" in done.stdout
 
 
 def test_dead_initial_peers_are_told_in_time(config):

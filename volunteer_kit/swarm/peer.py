@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from hivemind.dht import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
@@ -82,13 +83,14 @@ class Peer:
 
 def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
     """Start p2pd and a DHT node. Must run in the main thread. Raises SwarmError (dead_peers, port_taken, clock,
-    identity_taken, bad_address, startup) within startup_timeout plus a few seconds.
+    identity_taken, bad_address, shared_memory, startup) within startup_timeout plus a few seconds.
 
     :param admission: who may take part, with this peer's own token in it already; None: everybody
     """
     admission = admission or Admission()
     check_addresses(config)
     raise_file_limit()
+    check_shared_memory()
     install_codecs()
     outlive_late_answers()
     client_mode, why = decide_client_mode(config)
@@ -258,6 +260,23 @@ def raise_file_limit() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_shared_memory() -> None:
+    """Can this machine's processes share tensors? torch lets them meet at a socket in the folder for temporary files,
+    and the system bounds the length of a socket's path: under a batch system's long TMPDIR, hivemind's processes die
+    without a word. Raises SwarmError (shared_memory)."""
+    try:
+        torch.zeros(1).share_memory_()
+    except RuntimeError as e:
+        folder = tempfile.gettempdir()
+        raise SwarmError(
+            f"The processes of this machine cannot share memory: {str(e).splitlines()[0][:200]}\n"
+            f"1. A folder for temporary files with more than 70 characters in its path is too much (it is {folder}): "
+            "export TMPDIR=/tmp\n"
+            "2. Shared memory may be full: df -h /dev/shm",
+            kind="shared_memory",
+        ) from e
 
 
 def free_port() -> int:
