@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from concurrent.futures import TimeoutError
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Listener, rebuild_connection
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.resource_sharer import DupFd
 
 import psutil
 import pytest
@@ -103,6 +104,27 @@ def test_a_question_of_one_who_has_ended_stops_nobody(peer):
     """hivemind's DHT then stands still for 5 s; one that should end is killed meanwhile."""
     peer.dht._outer_pipe.send(("_get", [], {"future": OfOneWhoEnded()}))
     assert peer.dht.run_coroutine(count_tasks, return_future=True).result(timeout=3.0) > 0
+
+
+class Handed:
+    """An order's pipe for the answer, as its owner hands it over: at this address, when it is asked."""
+
+    def __init__(self, address: str):
+        self.file = DupFd.__new__(DupFd)
+        self.file._id = (address, 1)
+
+    def __reduce__(self):
+        return rebuild_connection, (self.file, True, True)
+
+
+def test_a_question_of_one_who_ends_while_it_hands_over_its_pipe_ends_nobody(peer):
+    """The DHT's process died of it, and the next averager waited for ever to be told its address."""
+    with Listener() as owner:
+        ends = threading.Thread(target=lambda: owner.accept().close())
+        ends.start()
+        peer.dht._outer_pipe.send(("_get", [], {"future": Handed(owner.address)}))
+        ends.join(10)
+        assert peer.dht.run_coroutine(count_tasks, return_future=True).result(timeout=10.0) > 0
 
 
 async def count_tasks(dht, node) -> int:

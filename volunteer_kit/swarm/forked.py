@@ -93,8 +93,9 @@ class Inbox:
 
     uvloop watches the pipe and so makes it non-blocking: an order that comes in two pieces, as all do that are longer
     than 16 KB, is broken off on busy cores, its rest is read as the next one, and the process dies. And the order of
-    somebody who has ended meanwhile cannot be read: hivemind stands still for 5 s after each, and is killed where it
-    should end in that time. Its process answers to `_leave_unanswered`.
+    somebody who has ended meanwhile cannot be read, for the pipe for the answer is fetched from its process: hivemind
+    stands still for 5 s after each, is killed where it should end in that time, and dies where the other ends in the
+    middle of handing it over (EOFError). Its process answers to `_leave_unanswered`.
     """
 
     def __init__(self, pipe: Connection):
@@ -105,7 +106,7 @@ class Inbox:
         os.set_blocking(self._pipe.fileno(), True)  # its sender is in the middle of it
         try:
             return self._pipe.recv()
-        except (OSError, RuntimeError):
+        except (OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError):
             return "_leave_unanswered", [], {}
 
 
