@@ -90,6 +90,14 @@ def new_postgres():
         pytest.skip(str(why))
 
 
+@pytest.fixture
+def story():
+    """The DemoState of two volunteers; the second is killed and returns, a third comes late."""
+    from tests.demo_story import tell_story
+
+    return tell_story()
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request, tmp_path) -> str:
     """A test with it runs on both."""
