@@ -13,6 +13,8 @@ STAMP = $(VENV)/.installed
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.5' || echo 'torch==2.13.0')
 DEMO ?=
 TEST ?=
+# Two files of tests at a time: tests of swarms wait more than they compute. TEST="-n 0 ..." for one, TEST=... for some.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -37,16 +39,16 @@ demo: install
 	$(VENV)/bin/volunteer-kit demo $(DEMO)
 
 test: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" $(TEST)
+	$(PYTEST) -m "not slow" $(TEST)
 
 test-slow: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow $(TEST)
+	$(PYTEST) -m slow --timeout 600 $(TEST)
 
 test-tpu:
 	.ci/test-tpu $(TEST)
 
 test-transformers-4: install
-	PYTHONPATH=$$($(PY) -m tests.older_transformers) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_hf_trainer.py \
+	PYTHONPATH=$$($(PY) -m tests.older_transformers) $(PYTEST) tests/test_hf_trainer.py \
 	  tests/test_hf_optimizer.py tests/test_hf_swarm.py -k "not udp and not port and not router and not readme" $(TEST)
 
 check: install

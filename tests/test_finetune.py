@@ -181,7 +181,6 @@ def test_the_card_says_how_to_use_it(lora, base, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_two_members_an_authority_and_a_monitor(tmp_path):
     """Let in by their login, averaged together, credited by receipts, kept and signed by the monitor; who may not come
     in is told."""
@@ -206,9 +205,13 @@ def test_two_members_an_authority_and_a_monitor(tmp_path):
         for peer in (ada, bob):
             peer.wait_for(lambda e: e["event"] == "step" and e["group_size"] >= 2 and e["samples"] > 0, 120)
         least = 3 * 1024 * SHORTEST / 48  # of three epochs; in full samples, which these are not
-        # rounds are entered 45 s after they were, and three of them have to be
-        credited = monitor.wait(lambda j: sum(r["samples"] for r in j.leaderboard()) > least and j.leaderboard(), 150)
-        assert {row["username"] for row in credited} == {"ada", "bob"}
+
+        def both_are_credited(journal) -> bool:
+            samples = {row["username"]: row["samples"] for row in journal.leaderboard()}
+            return samples.keys() == {"ada", "bob"} and sum(samples.values()) > least
+
+        # rounds are entered 45 s after they were, and three of them have to be; the first may be of one member alone
+        monitor.wait(both_are_credited, 150)
         logs = [peer.wait_event("done", 240)["log"] for peer in (ada, bob)]
         for log in logs:
             losses = [row["loss"] for row in log if "loss" in row]
