@@ -121,8 +121,8 @@ class MonitorProcess:
             if reader is not None and (value := found(reader)):
                 return value
             time.sleep(0.2)
-        events = reader.events(20) if reader else None
-        raise AssertionError(f"not within {timeout} s; events: {events}, {self.story()}")
+        seen = f"events: {reader.events(20)}, credit: {reader.leaderboard()}" if reader else "no journal"
+        raise AssertionError(f"not within {timeout} s; {seen}, {self.story()}")
 
     def wait_event(self, kind: str, timeout: float = 120.0, **detail: Any) -> dict:
         """The first event of this kind with these details."""

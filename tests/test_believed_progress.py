@@ -117,6 +117,13 @@ def test_who_reduced_nothing_judges_nobody():
     assert claims.share(A) == 1.0
 
 
+def test_what_a_sample_weighs_is_what_most_say():
+    claims = claims_of(a=(5, 80, 80.0), b=(5, 100, 100.0), c=(5, 256, 256.0), d=(4, 80, 88.0))
+    assert claims.weight_of_a_sample(5, {A: 20.0, B: 30.0, C: 8.0, D: 80.0}) == 20 / 80, "the liar's 8 of 256 is less"
+    assert claims.weight_of_a_sample(5, {A: 90.0, B: 110.0}) == 1.0, "more than its last word"
+    assert claims.weight_of_a_sample(5, {D: 80.0}) == claims.weight_of_a_sample(5, {}) == 1.0
+
+
 # --- the tracker ---
 
 

@@ -12,6 +12,7 @@ from hivemind.p2p import PeerID
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.agreement import Follow
+from volunteer_kit.swarm.believed_progress import Claims
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import StateRefused, digest
@@ -175,6 +176,36 @@ def test_what_a_newcomer_claimed_counts_while_it_is_checked(optimizer, monkeypat
     optimizer._settle_claims(report, Round(group=(A, B), weights={A: 32.0}, waiting={B: 64.0}))
     optimizer._settle_claims(report, Round(group=(A, B), waiting={B: 64.0}))
     assert settled == [{A: 16.0, B: 32.0}, {}], "who reduced nothing knows nothing"
+
+
+def test_who_has_no_samples_learns_from_the_others_what_one_weighs(optimizer, monkeypatch):
+    """A fine-tune's monitor took honest members for liars, as their samples weigh less than 1; it believed an eighth of
+    their progress, and came to each round when it was over."""
+    settled, report = [], {"epoch": 4, "samples": 0, "weight": 0.0}
+    monkeypatch.setattr(optimizer.tracker, "settle_round", lambda epoch, group, weights: settled.append(weights))
+    monkeypatch.setattr(optimizer.tracker, "claims", Claims())
+    for peer, samples in ((A, 64), (B, 32)):
+        optimizer.tracker.claims.note(peer, 3, samples, samples)
+    optimizer._settle_claims(report, Round(group=(A, B), weights={A: 16.0, B: 9.0}))
+    monkeypatch.setattr(optimizer, "weights_are_samples", False)
+    optimizer._settle_claims(report, Round(group=(A, B), weights={A: 16.0, B: 9.0}))
+    assert settled == [{A: 16.0, B: 9.0}, {A: 64.0, B: 36.0}]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_round_of_another_epoch_says_nothing_of_what_we_heard_claimed(optimizer, monkeypatch, is_behind):
+    """Else who came late once would believe honest members less from then on, and come late again."""
+    settled, own_id = [], optimizer.dht.peer_id
+    monkeypatch.setattr(optimizer.tracker, "settle_round", lambda epoch, group, weights: settled.append(epoch))
+    monkeypatch.setattr(optimizer, "_await_round", lambda control: Round(group=(A, own_id), weights={A: 16.0}))
+    late = {own_id: "at epoch 4, the others at 5"} if is_behind else {}
+    monkeypatch.setattr(Round, "out_of_step", lambda outcome: late)
+    monkeypatch.setattr(optimizer, "_follow", None)
+    optimizer._report = {"epoch": 5, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
+                         "told": optimizer.state_averager.told}  # fmt: skip
+    optimizer._average_gradients_and_load_into_optimizer(object())
+    assert settled == ([] if is_behind else [4])
+    optimizer._follow = None
 
 
 def test_who_leaves_while_apart_does_not_count_on_his_last_step(optimizer, monkeypatch):

@@ -127,6 +127,7 @@ class Member:
             scheduler=schedule,
             reduce=rule(self.run.swarm.aggregation),
         )
+        optimizer.weights_are_samples = self.run.draws  # those of a fine-tune weigh what their loss is a mean over
         if self.run.authority is not None:
             trust = Trust.of(self.run.run_id, self.run.authority.public_key)
             optimizer.trust_states(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 from hivemind.p2p import PeerID
 
@@ -90,6 +91,12 @@ class Claims:
         while len(self._last) > MAX_PEERS:
             gone, _ = self._last.popitem(last=False)
             self._worth.pop(gone, None)
+
+    def weight_of_a_sample(self, epoch: int, weights: Mapping[PeerID, float]) -> float:
+        """As most senders of a round of `epoch` weigh them, at most 1; for who has none of its own to know it by."""
+        claims = {peer: claim.samples for peer, claim in list(self._last.items()) if claim.epoch == epoch}
+        known = [weight / claims[peer] for peer, weight in weights.items() if weight > 0 and claims.get(peer)]
+        return min(1.0, median_low(known)) if known else 1.0
 
     def settle(self, epoch: int, group: Collection[PeerID], weights: Mapping[PeerID, float], target: float) -> None:
         """A round of `epoch` is over: what became of the claims?

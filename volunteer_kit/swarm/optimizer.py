@@ -33,6 +33,7 @@ class SwarmOptimizer(VerifyingOptimizer):
     """
 
     _attends = False  # trains nothing
+    weights_are_samples = True  # what parts weigh; otherwise a sample weighs less than 1, nobody has said how much
     on_round: Callable[[int], None] | None = None  # told, with the number of peers here, when averaging begins
     speeds: Speeds | None = None  # what the others' devices can have done; None: not known
     on_reduced: Callable[[Reduced], None] | None = None  # told of each round that had a group
@@ -201,7 +202,8 @@ class SwarmOptimizer(VerifyingOptimizer):
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
-                self._settle_claims(report, outcome)
+                if failure is None:  # else it was a round of another epoch than that of which we know claims
+                    self._settle_claims(report, outcome)
                 self._take_verdicts(outcome)
                 if outcome.verdicts is not None and not outcome.verdicts.trusted:
                     failure = failure or (OTHER_MODEL if outcome.verdicts.apart else ON_PROBATION)
@@ -216,10 +218,14 @@ class SwarmOptimizer(VerifyingOptimizer):
 
     def _settle_claims(self, report: dict[str, Any], outcome: Round) -> None:
         """What others claimed of this epoch beside what they weighed; in samples, though a weight may be of other
-        things: ours tells how many of them a sample has."""
-        own = report["weight"] / report["samples"] if report["samples"] and report["weight"] else 1.0
+        things: ours tells how many of them a sample has, or the others' do if we have none."""
+        epoch, own = report["epoch"] - 1, 1.0
+        if report["samples"] and report["weight"]:
+            own = report["weight"] / report["samples"]
+        elif not self.weights_are_samples:
+            own = self.tracker.claims.weight_of_a_sample(epoch, outcome.delivered)
         weights = {peer: weight / own for peer, weight in outcome.delivered.items()}
-        self.tracker.settle_round(report["epoch"] - 1, outcome.group, weights)
+        self.tracker.settle_round(epoch, outcome.group, weights)
 
     def _something_came(self) -> bool:
         """A round averages to zeros when nobody's samples count, as those of newcomers with the monitor alone."""
