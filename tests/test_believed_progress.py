@@ -100,9 +100,14 @@ def test_to_be_expected_more_of_is_no_lie():
 
 
 def test_who_claimed_and_did_not_come_delivered_nothing():
-    claims = claims_of(a=(5, 80, 80.0), b=(5, 80, 80.0), c=(5, 256, 256.0))
-    claims.settle(5, [A, B], {A: 80.0, B: 80.0}, target=256)
-    assert (claims.share(A), claims.share(B), claims.share(C)) == (1.0, 1.0, 0.0)
+    """Which happens once to everybody, and is forgiven to who claimed no more than others do."""
+    claims = claims_of(a=(5, 80, 80.0), b=(5, 90, 90.0), c=(5, 256, 256.0), d=(5, 8, 5000.0))
+    claims.settle(5, [A, C], {A: 80.0}, target=256)
+    assert claims.share(A) == claims.share(B) == 1.0
+    assert claims.share(C) * 256 < 100 and claims.share(D) * 2048 < 100
+    claims.note(A, 6, 80, 80.0), claims.note(B, 6, 80, 80.0)
+    claims.settle(6, [A], {A: 80.0}, target=256)
+    assert claims.share(A) == 1.0 and claims.share(B) < 0.5, "twice is not"
 
 
 def test_who_is_apart_from_most_judges_nobody():
@@ -177,6 +182,24 @@ def test_whose_claims_were_worth_little_counts_for_little(tracker, people):
     read(tracker, *claims)
     tracker.settle_round(3, [honest.peer_id, liar.peer_id], {honest.peer_id: 50.0, liar.peer_id: 8.0})
     assert 50 <= read(tracker, *claims).samples_accumulated < 90
+
+
+def test_who_goes_back_forgets_what_was_known_of_the_epoch_it_gave_up(tracker, people, monkeypatch):
+    """It would end the new one at once, with a microbatch, and step alone again."""
+    ours = Somebody()
+    monkeypatch.setattr(tracker.dht, "_peer_id", ours.peer_id, raising=False)
+    assert tracker.dht.peer_id == ours.peer_id
+    tracker.report_local_progress(local_epoch=4, samples_accumulated=200)
+    other = people[0], people[0].claims(samples_accumulated=50)
+    stale = ours, ours.claims(epoch=4, samples_accumulated=200)
+    tracker.global_progress = read(tracker, other, stale)
+    assert tracker.global_epoch == 4
+    tracker.go_back(3)
+    tracker.report_local_progress(local_epoch=3, samples_accumulated=0)
+    assert tracker.global_epoch == 3 and not tracker.ready_to_update_epoch
+    assert tracker.global_progress.next_fetch_time <= get_dht_time() and tracker.global_state_updated.is_set()
+    tracker.global_progress = read(tracker, other, stale)
+    assert tracker.global_epoch == 3 and not tracker.ready_to_update_epoch, "our own record of it lies there still"
 
 
 def test_one_account_that_is_ahead_is_counted_and_not_followed_yet(tracker, people):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hivemind.p2p import PeerID
 
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
-from volunteer_kit.swarm.agreement import Follow
+from volunteer_kit.swarm.agreement import Follow, read_told
 from volunteer_kit.swarm.believed_progress import Claims
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.round import Round
@@ -160,7 +161,7 @@ def test_an_epoch_without_gradients_makes_no_step(optimizer, monkeypatch, attend
     monkeypatch.setattr(optimizer, "_follow", None)
     epoch = optimizer.local_epoch + 1
     optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
-                         "told": optimizer.state_averager.told}  # fmt: skip
+                         "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
     optimizer._average_gradients_and_load_into_optimizer(object())
     optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
     assert optimizer.local_epoch == epoch
@@ -202,10 +203,64 @@ def test_a_round_of_another_epoch_says_nothing_of_what_we_heard_claimed(optimize
     monkeypatch.setattr(Round, "out_of_step", lambda outcome: late)
     monkeypatch.setattr(optimizer, "_follow", None)
     optimizer._report = {"epoch": 5, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
-                         "told": optimizer.state_averager.told}  # fmt: skip
+                         "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
     optimizer._average_gradients_and_load_into_optimizer(object())
     assert settled == ([] if is_behind else [4])
     optimizer._follow = None
+
+
+def alone_in_sight(optimizer, monkeypatch, swarm_epoch: int) -> None:
+    """A round to which nobody came."""
+
+    def nobody(control):
+        raise TimeoutError
+
+    monkeypatch.setattr(optimizer, "_await_round", nobody)
+    monkeypatch.setattr(optimizer, "_follow", None)
+    monkeypatch.setattr(optimizer, "_stepped_alone", False)
+    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 3)
+    epoch = optimizer.local_epoch + 1
+    optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": (), "num_peers": 3, "started": 0.0,
+                         "swarm_epoch": swarm_epoch, "told": optimizer.state_averager.told}  # fmt: skip
+    optimizer._average_gradients_and_load_into_optimizer(object())
+    optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
+
+
+def test_whose_round_was_over_follows_at_once(optimizer, monkeypatch):
+    """A newcomer that took a state just before its donor stepped would train on a step of its own for an epoch."""
+    train(optimizer, 1)
+    alone_in_sight(optimizer, monkeypatch, swarm_epoch=optimizer.local_epoch + 1)
+    assert optimizer._follow.at_least == optimizer.local_epoch and not optimizer._stepped_alone
+    assert "the others at" in optimizer.reports[-1].apart
+    optimizer._follow = None
+
+
+@pytest.mark.parametrize("held", ["another", "the same", "of another epoch", "another, but by one of three"])
+def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, monkeypatch, held):
+    """Two who each stepped alone, half an epoch apart, would miss each other's rounds for ever."""
+    train(optimizer, 1)
+    alone_in_sight(optimizer, monkeypatch, swarm_epoch=optimizer.local_epoch)
+    assert optimizer._stepped_alone and optimizer._follow is None
+    own = read_told(optimizer.state_averager.told)
+    another = replace(own, lineage=bytes(len(own.lineage)))
+    said = {
+        "another": {A: another, B: another},
+        "the same": {A: own, B: own},
+        "of another epoch": {A: replace(another, epoch=own.epoch - 1), B: replace(another, epoch=own.epoch + 1)},
+        "another, but by one of three": {A: another, B: own},
+    }[held]
+    monkeypatch.setattr(
+        optimizer.state_averager, "declared", lambda: {peer: one.words() for peer, one in said.items()}
+    )
+    monkeypatch.setattr(optimizer.tracker, "behind", frozenset([A, B]))
+    optimizer._compare_after_lone_step()
+    assert optimizer._stepped_alone and optimizer._follow is None, "they are still to come"
+    monkeypatch.setattr(optimizer.tracker, "behind", frozenset())
+    optimizer._compare_after_lone_step()
+    assert optimizer._stepped_alone is (held == "of another epoch")
+    follow, optimizer._follow, optimizer._stepped_alone = optimizer._follow, None, False
+    assert (follow is not None) is (held == "another")
+    assert follow is None or (follow.at_least, set(follow.donors)) == (own.epoch, {A, B})
 
 
 def test_who_leaves_while_apart_does_not_count_on_his_last_step(optimizer, monkeypatch):

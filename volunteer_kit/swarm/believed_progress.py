@@ -16,6 +16,7 @@ from hivemind.p2p import PeerID
 
 INFLATION = 2.0  # times what it weighed, that a claim may be: a microbatch that came too late, a round that was missed
 DECAY = 0.9  # of what was before, an epoch: of a lie of ten batches half is remembered seven epochs later
+TRUST = 1.25  # usual claims that everybody is taken to have kept before: who misses its first round is no liar yet
 FORGIVEN = 0.1  # of its claims, for each epoch in which it kept its word
 MOST = 8.0  # target batches that a claim by speed is remembered as
 MAX_PEERS = 10_000
@@ -101,7 +102,8 @@ class Claims:
     def settle(self, epoch: int, group: Collection[PeerID], weights: Mapping[PeerID, float], target: float) -> None:
         """A round of `epoch` is over: what became of the claims?
 
-        Who claimed and did not come delivered nothing; unless most did not come, for then it is we who are apart.
+        Who claimed and did not come delivered nothing; unless most did not come, for then it is we who are apart. Once
+        that is forgiven: whose claims are not believed has its epochs end before the others', and misses the next ones.
 
         :param weights: samples of those whose parts entered our slice; empty: we reduced nothing, and know nothing
         :param target: samples of an epoch
@@ -109,6 +111,9 @@ class Claims:
         claims = {peer: claim for peer, claim in list(self._last.items()) if claim.epoch == epoch}
         if not weights or 2 * len(claims.keys() & set(group)) < len(claims):
             return
+        usual = median_low([claim.samples for claim in claims.values() if claim.samples] or [0.0])
         for peer, claim in claims.items():
-            worth, expected = self._worth.get(peer, Worth()), min(claim.expected, MOST * target)
-            self._worth[peer] = worth.after(claim.samples, weights.get(peer, 0.0), expected)
+            delivered, expected = weights.get(peer, 0.0), min(claim.expected, MOST * target)
+            trust = 0.0 if delivered else TRUST * usual
+            worth = self._worth.get(peer, Worth(trust, trust))
+            self._worth[peer] = worth.after(claim.samples, delivered, expected)

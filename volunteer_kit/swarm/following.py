@@ -13,7 +13,7 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.checkpoint import CheckpointError
-from volunteer_kit.swarm.agreement import BEGINNING, prevailing, read_all, under
+from volunteer_kit.swarm.agreement import BEGINNING, Follow, prevailing, read_all, under
 from volunteer_kit.swarm.assembly import AssembledOptimizer
 from volunteer_kit.swarm.obeying import ObeyingOptimizer
 from volunteer_kit.swarm.state import digest
@@ -31,6 +31,8 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
     only_accumulated = True  # the last step() did, and waited for nobody: its time is the device's
     states_asked_in_vain = 0  # times in a row that the others were ahead and none of them gave us their state
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
+    _stepped_alone = False  # while others were here; what they hold is not known since
+    _look_at = 0.0  # time.monotonic(); not before
 
     def _drop_scheduled_round(self) -> None:
         """Leave a round that is being arranged. One that runs already is seen through, with weight 0: leaving it would
@@ -55,6 +57,34 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
         self._finish_updates()
         follow, self._follow = self._follow, None
         return follow is not None and self._take_state(at_least=follow.at_least, donors=follow.donors or None)
+
+    def _miss_round(self, own_epoch: int, swarm_epoch: int) -> None:
+        """Nobody came to our round, though others are here: it was over, or theirs is still to come.
+
+        :param own_epoch: ours when it began, :param swarm_epoch: theirs
+        """
+        if self._follow is None and swarm_epoch > own_epoch:
+            self._follow = Follow(swarm_epoch, (), f"at epoch {own_epoch}, the others at {swarm_epoch}")
+        else:
+            self._stepped_alone = True
+
+    def _compare_after_lone_step(self) -> None:
+        """When the others have ended the epoch too: do they hold what we hold? Who waited for the next round to find
+        out would train for nobody meanwhile, begin it at a time of its own, and miss it again."""
+        at_our_epoch = self.tracker.global_progress.num_peers - 1 - len(self.tracker.behind)
+        if at_our_epoch < 1 or time.monotonic() < self._look_at or not self.state_averager.is_between_steps:
+            return
+        self._look_at = time.monotonic() + self.options.refresh_period
+        own_id, epoch = self.dht.peer_id, self.local_epoch
+        declared = under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
+        said = {peer: one for peer, one in declared.items() if one.epoch == epoch and peer != own_id}
+        if not said:
+            return  # they will declare it in a moment
+        donors = frozenset(said) | (frozenset() if self.client_mode else {own_id})
+        right = prevailing(said | read_all({own_id: self.state_averager.told}), epoch, donors)
+        self._stepped_alone = False
+        if right and own_id not in right:
+            self._follow = Follow(epoch, tuple(sorted(right)), "our model is not the others'")
 
     def _take_state(self, **which) -> bool:
         """Download and adopt a state, begin the epoch anew. Nothing changes if there is none.
@@ -114,6 +144,8 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
 
     def _start_epoch_anew(self) -> None:
         self._just_loaded = True
+        if self.local_epoch < self.tracker.local_progress.epoch:
+            self.tracker.go_back(self.local_epoch)
         self.tracker.report_local_progress(local_epoch=self.local_epoch, samples_accumulated=0)
         self.grad_averager.reset_accumulated_grads_()
 

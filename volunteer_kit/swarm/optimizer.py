@@ -71,6 +71,8 @@ class SwarmOptimizer(VerifyingOptimizer):
         self._taken, self.only_accumulated = True, True
         if self.obey_orders():
             return True
+        if self._stepped_alone and self._follow is None:
+            self._compare_after_lone_step()
         if self._follow is not None and self._catch_up():
             return True  # the gradients at hand are of the model we just gave up
         if self.cut_off is not None:
@@ -159,11 +161,13 @@ class SwarmOptimizer(VerifyingOptimizer):
             "started": time.perf_counter(),
             "weight": self.grad_averager.local_weight_accumulated,
             "num_peers": self.tracker.global_progress.num_peers,
+            "swarm_epoch": self.tracker.global_epoch,
         }
         if report["num_peers"] > 1 and self.on_round is not None:
             self.on_round(self.tracker.global_progress.num_peers)
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:
+            self._settle_absence(report, Round())
             self._finish_report(report, Round(), None)
 
     def believe_speeds(self, speeds: Speeds) -> None:
@@ -199,6 +203,7 @@ class SwarmOptimizer(VerifyingOptimizer):
             except BaseException as e:
                 failure = "nobody answered in time" if isinstance(e, (TimeoutError, FutureTimeoutError)) else repr(e)
                 failure = LED_APART if self.grad_averager.led_apart > led_apart else failure
+            self._settle_absence(report, outcome)
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 failure = outcome.out_of_step().get(own_id)
@@ -215,6 +220,11 @@ class SwarmOptimizer(VerifyingOptimizer):
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure)
+
+    def _settle_absence(self, report: dict[str, Any], outcome: Round) -> None:
+        self._stepped_alone = False
+        if not outcome.group and report["num_peers"] > 1:
+            self._miss_round(report["epoch"] - 1, report["swarm_epoch"])
 
     def _settle_claims(self, report: dict[str, Any], outcome: Round) -> None:
         """What others claimed of this epoch beside what they weighed; in samples, though a weight may be of other

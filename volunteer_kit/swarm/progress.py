@@ -193,6 +193,14 @@ class SwarmProgressTracker(ProgressTracker):
         self.global_state_updated.set()  # wakes the fetcher, which then finds that it is time
         self.fetched_global_progress_this_epoch.wait(timeout)
 
+    def go_back(self, epoch: int) -> None:
+        """We are at `epoch` again, having given up a state that was ahead of the others'. What was known of the swarm
+        was that epoch's, which nobody else has begun: we would end ours at once. While updates are paused."""
+        if epoch < self.global_progress.epoch:
+            self.global_progress.epoch, self.global_progress.samples_accumulated = epoch, 0
+            self.global_progress.eta_next_epoch, self.global_progress.next_fetch_time = math.inf, 0.0
+            self.global_state_updated.set()
+
     def _note_own_epoch(self) -> None:
         epoch, since = self._own_epoch
         if self.local_progress.epoch == epoch:
@@ -236,6 +244,8 @@ class SwarmProgressTracker(ProgressTracker):
         now, kept, own_id = get_dht_time(), {}, self.dht.peer_id.to_bytes()
         for subkey, value in metadata.items():
             claim = read_record(self.dht, LocalTrainingProgress, subkey, value)
+            if claim is not None and claim.peer_id == own_id and claim.epoch > self.local_progress.epoch:
+                continue  # of an epoch that we have given up
             if claim is not None and is_plausible(claim, self.limits, now, self.metadata_expiration):
                 kept[subkey] = (claim, value.expiration_time)
             elif isinstance(value, ValueWithExpiration) and value.value is not None:
