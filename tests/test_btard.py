@@ -217,10 +217,10 @@ def test_who_counted_for_want_of_others_does_not_vouch_for_itself_when_they_are_
     group.run(2)
     group.members["bob"] = Member("bob", rules, sends=lambda gradient: 1000 * gradient)
     group.round(absent=("ada",))
-    assert group.average.norm() > 1000
+    assert group.average.norm() > 10_000
     for absent in ((), ("monitor",)):
         group.round(absent=absent)
-        assert group.average.norm() < 10
+        assert group.average.norm() < 100
 
 
 def test_who_counts_for_want_of_others_is_credited_once():
@@ -319,7 +319,8 @@ def test_no_sequence_of_messages_bans_an_honest_majority(seed, honest):
                     Vote(draw.choice(rounds), draw.randrange(-1, count + 1),
                          draw.choice(["gradient", "reducer", "equivocation", "statement", "false_report"]),
                          draw.random() < 0.8, draw.random(), frozenset(draw.sample(range(count), k=2))),
-                    Report(draw.choice(rounds), draw.randrange(count), draw.randrange(3), np.full(8, draw.gauss(0, 9))),
+                    Report(draw.choice(rounds), draw.randrange(count), draw.randrange(3),
+                           np.full((count, 8), draw.gauss(0, 9))),
                     Accusation(draw.choice(rounds), draw.randrange(count), draw.randrange(2 * count)),
                 ])
                 for _ in range(draw.randrange(12))
@@ -461,7 +462,11 @@ def test_trust_that_was_lost_for_a_line_that_breaks_is_won_back():
             count += 1
         return count
 
+    def find_right(times: int) -> None:
+        for _ in range(times):
+            standing.found_right("a", 1, 1.0)
+
     assert [needed() for _ in range(3)] == [8, 16, 32]
-    standing.found_right("a", 32, 32.0)
-    standing.found_right("a", 16, 16.0)
+    find_right(32)
+    find_right(16)
     assert needed() == 16

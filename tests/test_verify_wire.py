@@ -36,11 +36,11 @@ COMMITS = (
 )
 MESSAGES = [
     *((COMMIT, commit) for commit in COMMITS),
-    (REVEAL, Reveal(b"n" * 16, (b"", b"a" * 16), (0, 7))),
-    (STATEMENT, Statement(b"z" * 32, np.ones((3, 10), np.float32), frozenset({0, 1}))),
+    (REVEAL, Reveal(b"n" * 16, (b"", b"a" * 16), (0, 7), (b"", b"h" * 8))),
+    (STATEMENT, Statement(b"z" * 32, np.ones((3, 10), np.float32), (b"", b"h" * 8))),
     (
         STATEMENT,
-        Statement(b"z" * 32, np.zeros((0, 10), np.float32), frozenset(), Samples(((0, 12, 5), 7, ("a", (1, 2))), 1, 2)),
+        Statement(b"z" * 32, np.zeros((0, 10), np.float32), (), Samples(((0, 12, 5), 7, ("a", (1, 2))), 1, 2)),
     ),
 ]
 

@@ -31,7 +31,7 @@ def test_a_long_check_is_done_in_pieces_shorter_than_a_matchmaking(monkeypatch):
     )
     optimizer._models[5, b""] = [torch.zeros(3)]
     samples = Samples(tuple(range(20)))
-    optimizer._duties.append(Duty("check", b"round", 5, 1, samples, ((0, 20),), b"seed"))
+    optimizer._duties.append(Duty("check", b"round", 5, 1, samples, ((0, 20),), b"s" * 16, (3,)))
     pieces = []
     while not reports:
         began, optimizer.only_accumulated = now[0], True

@@ -15,10 +15,10 @@ from volunteer_kit.robust.centered_clip import centered_clip
 from volunteer_kit.robust.checks import Part
 from volunteer_kit.robust.messages import Samples
 from volunteer_kit.robust.reducing import SUMS
-from volunteer_kit.robust.sketch import sketch
+from volunteer_kit.robust.sketch import sketch, sketch_slices
 from volunteer_kit.robust.standing import Settings
 
-SIZE = 48  # values of the vector
+SIZE = 960  # values of the vector
 PIECES = 2  # parts of each reducer's slice
 TRUTH = torch.sin(torch.arange(SIZE, dtype=torch.float32))
 
@@ -59,7 +59,7 @@ class Member:
             totals = []
             for first, last in duty.ranges:
                 total = sum((self.compute(name) for name in duty.samples.names[first:last]), torch.zeros(SIZE))
-                totals.append(sketch(total, duty.seed, size=self.settings.sums))
+                totals.append(sketch_slices([total], duty.seed, duty.slices, self.settings.sums))
             self.verifier.report(duty, self.reports(duty, totals))
 
 
@@ -100,7 +100,7 @@ class Group:
         assert all(r.trusted == trusted for peer, r in rounds.items() if peer in here), "all take the same"
         reducers = [place for place in range(len(group)) if place in trusted]
         pieces = torch.arange(SIZE).tensor_split(len(reducers) * PIECES)
-        parts = [Part(reducers[i // PIECES], i % PIECES) for i in range(len(pieces))]
+        parts = [Part(reducers[i // PIECES], i % PIECES, len(piece)) for i, piece in enumerate(pieces)]
         enter = [place for place in sorted(trusted) if group[place] not in self.refused]
         answers: dict[int, torch.Tensor] = {}
         for position, (part, piece) in enumerate(zip(parts, pieces, strict=True)):

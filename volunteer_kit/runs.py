@@ -35,7 +35,7 @@ from volunteer_kit.run_tokenizers import (
     tokenizer_mistakes,
 )
 
-PROTOCOL_VERSION = 2  # raise it when peers of two releases can no longer average with each other
+PROTOCOL_VERSION = 3  # raise it when peers of two releases can no longer average with each other
 
 Caption = Annotated[str, Field(min_length=3, max_length=200)]
 

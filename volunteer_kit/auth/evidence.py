@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Cause = Literal["gradient", "false_accusation", "false_report", "reducer", "statement", "equivocation"]
+Cause = Literal["gradient", "false_accusation", "false_report", "reducer", "statement", "equivocation", "silence"]
 CAUSES: dict[str, str] = {
     "gradient": "what it sent is not what its samples give",
     "false_accusation": "it accused somebody who had done nothing wrong",
@@ -16,6 +16,7 @@ CAUSES: dict[str, str] = {
     "reducer": "the average that it made is not the one that the rule gives",
     "statement": "what it said of its parts is not what it sent",
     "equivocation": "it told different members different things",
+    "silence": "it falls silent when its work is looked at, and hardly when it is not",
 }
 LEAST_VOTES = 2  # accounts: one accuses, and one at least has found the same
 MAX_DETAILS = 300  # characters

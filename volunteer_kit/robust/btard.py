@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class Verifier:
     :param own_id: as in the groups' lists
     :param clips: the rule is CenteredClip; else the plain mean
     :param random_bytes: seam: where the numbers come from that are committed to
+    :param account_of: whose peer it is: an account has one vote, however many peers it brings
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Verifier:
         settings: Settings,
         clips: bool = True,
         random_bytes: Callable[[int], bytes] = os.urandom,
+        account_of: Callable[[Peer], Hashable] = lambda peer: peer,
     ):
         self.own_id, self.settings, self.clips, self.random_bytes = own_id, settings, clips, random_bytes
+        self.account_of = account_of
         self.standing = Standing(settings)
         self.duties: list[Duty] = []
         self.proofs_wanted: list[tuple[VerifiedRound, int, int, int]] = []
@@ -76,11 +79,12 @@ class Verifier:
         return this
 
     def close_suspects(self, latest: VerifiedRound) -> None:
-        """What accusers had to say of earlier rounds has come with the commitments of this one."""
+        """What accusers had to say of earlier rounds has come with the commitments of this one. Who stays away for half
+        of the time in which votes are taken has nothing to say."""
         present = {latest.group[place] for place in latest.commits}
-        for this in self._rounds.values():
+        for age, this in enumerate(reversed(self._rounds.values())):
             if this is not latest and this.docket is not None:
-                this.close_suspects(present)
+                this.close_suspects(present if age <= self.settings.patience // 2 else None)
 
     def _forget(self, round_id: bytes, old: VerifiedRound) -> None:
         for check in old.checks.values():
@@ -92,7 +96,7 @@ class Verifier:
     # --- what is found ---
 
     def report(self, duty: Duty, totals: Sequence[np.ndarray]) -> None:
-        """A duty is done. :param totals: of each of its ranges, the sketch of the sum of its samples' gradients"""
+        """A duty is done. :param totals: of each of its ranges, (slices, sums) of its samples' summed gradients"""
         this = self._rounds.get(duty.round_id)
         if this is None:
             return
@@ -158,7 +162,8 @@ class Verifier:
         strike = Strike(peer, this.epoch, this.round_id, cause, votes, against, len(case.jury), measure)
         if not self.standing.strike(strike):
             return
-        of_length = f" by {measure:.2f} of its length, {self.settings.tolerance:g} is allowed" if measure else ""
+        is_measured = 0 < measure < float("inf")
+        of_length = f" by {measure:.2f} of its length, {self.settings.tolerance:g} is allowed" if is_measured else ""
         agreed = f"{votes} of {len(case.jury)} have confirmed it"
         self.tell("strike", peer, this.epoch, f"{CAUSES[cause]}{of_length}; {agreed}")
         if self.standing.is_banned(peer) and not was_banned:

@@ -20,8 +20,8 @@ class Check:
     target: int
     ranges: tuple[Range, ...]
     samples: Samples
-    sent: np.ndarray  # (sums,)
-    norm: float
+    slices: tuple[int, ...]
+    sent: np.ndarray  # (slices, sums)
     reports: dict[int, np.ndarray] = field(default_factory=dict)
     done: bool = False
 
@@ -30,19 +30,39 @@ class Check:
         return len(self.reports) == len(self.ranges)
 
     def mismatch(self, totals: Sequence[np.ndarray]) -> float:
-        """:param totals: sketches of the sums of gradients of all ranges"""
-        return mismatch(self.sent, sum(totals) / len(self.samples.names), self.norm)
+        """:param totals: of all ranges, (slices, sums) of the sum of gradients"""
+        return mismatch(self.sent, sum(totals) / len(self.samples.names))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the vector: who reduces it, and which of its pieces it is."""
+    """A piece of the vector, of `size` values: who reduces it, and which of its pieces it is."""
 
     reducer: int
     index: int
+    size: int
 
 
-def is_statement(statement: Statement, shape: tuple[int, int]) -> bool:
-    """Are its numbers such as a statement of this shape can have?"""
+def slices_of(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Values in each reducer's slice, in the vector's order; a reducer's parts lie side by side."""
+    return tuple(sum(part.size for part in parts if part.reducer == reducer) for reducer in _reducers(parts))
+
+
+def by_slice(parts: Sequence[Part], sums: np.ndarray) -> np.ndarray:
+    """:param sums: (parts, sums) :returns: (slices, sums)"""
+    places = {reducer: place for place, reducer in enumerate(_reducers(parts))}
+    totals = np.zeros((len(places), sums.shape[1]))
+    np.add.at(totals, [places[part.reducer] for part in parts], sums)
+    return totals
+
+
+def _reducers(parts: Sequence[Part]) -> list[int]:
+    return list(dict.fromkeys(part.reducer for part in parts))
+
+
+def is_statement(statement: Statement, shape: tuple[int, int], members: int) -> bool:
+    """Are its numbers such as a statement of this shape, in a group of so many, can have?"""
     numbers = statement.numbers
+    if len(statement.heard) != members:
+        return False
     return numbers.shape == shape and bool(np.isfinite(numbers).all()) and bool((numbers[:, :SUMS] >= 0).all())

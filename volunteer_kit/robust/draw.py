@@ -1,7 +1,7 @@
 """What a group draws together: a seed that nobody chose, whose work is looked at, by whom, and who judges a dispute.
 
 Every member commits to a number before anything is sent and shows it afterwards; the seed is a digest of all that were
-shown. Who withholds a number after it has seen the others' could steer the draw: it is drawn itself instead.
+shown. Whether a member is looked at follows from the others' numbers alone: it cannot get away by withholding its own.
 
 Source: Gorbunov et al. 2021, "Secure Distributed Training at Scale", section 3.1 (MPRNG) and Alg. 2 (validators).
 """
@@ -47,12 +47,23 @@ def uniform(seed: bytes, purpose: bytes, *places: int) -> float:
     return int.from_bytes(drawn, "little") / 2**64
 
 
-def draw_targets(seed: bytes, members: Collection[int], share: float, due: Collection[int]) -> frozenset[int]:
-    """Whose whole contribution is computed again: each of `members` with chance `share`, and those of `due` (newcomers,
-    who has lost trust, who withheld its number), of whom so many that the others have time left to train."""
-    drawn = {place for place in members if uniform(seed, b"target", place) < share}
+def draw_by_chance(
+    round_id: bytes, nonces: Mapping[int, bytes], members: Collection[int], share: float
+) -> frozenset[int]:
+    """Whose whole contribution is computed again: each of `members` with chance `share`, by the others' numbers."""
+
+    def fate(place: int) -> float:
+        others = {other: nonce for other, nonce in nonces.items() if other != place}
+        return uniform(joint_seed(round_id, others), b"target", place)
+
+    return frozenset(place for place in members if fate(place) < share)
+
+
+def draw_turns(seed: bytes, members: Collection[int], due: Collection[int]) -> frozenset[int]:
+    """Of those who have to be looked at (newcomers, who has lost trust), so many that the others have time left to
+    train."""
     by_turn = sorted(set(due) & set(members), key=lambda place: uniform(seed, b"turn", place))
-    return frozenset(drawn.union(by_turn[: max(1, int(FORCED * len(members)))]))
+    return frozenset(by_turn[: max(1, int(FORCED * len(members)))])
 
 
 def draw_validators(

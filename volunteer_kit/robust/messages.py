@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,31 @@ import numpy as np
 from volunteer_kit.robust.standing import Cause
 
 MAX_SAMPLES = 2**20  # of one member in one round
+DIGEST_SIZE = 8  # bytes; of what was heard
+
+
+def digest_of(message: Any) -> bytes:
+    """Equal where the same was said, whoever passed it on."""
+    digest = hashlib.blake2b(digest_size=DIGEST_SIZE, person=b"heard")
+    _feed(digest, message)
+    return digest.digest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Each value with its kind and length before it, so that no two messages are the same bytes."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    elif isinstance(value, frozenset):
+        value = tuple(sorted(value))
+    if isinstance(value, tuple):
+        digest.update(b"(%d" % len(value))
+        for one in value:
+            _feed(digest, one)
+        return
+    if isinstance(value, np.ndarray):
+        value = value.tobytes()
+    said = value if isinstance(value, bytes) else repr(value).encode()
+    digest.update(b"%s%d:" % (type(value).__name__[:1].encode(), len(said)) + said)
 
 
 @dataclass(frozen=True)
@@ -46,12 +71,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class Report:
-    """A validator's: the sketch of the sum of the gradients of its range of a target's samples."""
+    """A validator's: the sketches of the sum of the gradients of its range of a target's samples."""
 
     round_id: bytes
     target: int
     part: int  # which of the target's ranges
-    total: np.ndarray  # float64 (sums,)
+    total: np.ndarray  # float64 (slices, sums): of each reducer's slice of the vector
 
 
 @dataclass(frozen=True)
@@ -114,11 +139,13 @@ class Reveal:
     :param nonce: the number
     :param answers: digest of each reducer's answers as this member got them, b"" for none
     :param counted: of each member, how many of this reducer's own parts it is in, from the first on
+    :param heard: digest of each member's commitment as this member heard it, b"" for none
     """
 
     nonce: bytes
     answers: tuple[bytes, ...]
     counted: tuple[int, ...]
+    heard: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,13 +155,13 @@ class Statement:
     :param seed: the direction, as this member understood it
     :param numbers: float32 (parts, 2 + sums): of each part of the vector, as it was sent: its length, its distance from
         the answer, its sketch
-    :param heard: members whose numbers it has seen
+    :param heard: digest of each member's Reveal as this member heard it, b"" for none
     :param opening: the list of samples, of who is looked at
     """
 
     seed: bytes
     numbers: np.ndarray
-    heard: frozenset[int] = frozenset()
+    heard: tuple[bytes, ...] = ()
     opening: Samples | None = None
 
 
@@ -145,6 +172,7 @@ class Duty:
     :param kind: "check": report the sum of the gradients of samples [first, last); "judge": of each of `ranges`
     :param epoch: of the model, before the round's step
     :param samples: the target's whole list
+    :param slices: values in each reducer's slice, in the vector's order
     """
 
     kind: str
@@ -154,6 +182,7 @@ class Duty:
     samples: Samples
     ranges: tuple[tuple[int, int], ...]
     seed: bytes
+    slices: tuple[int, ...]
     part: int = 0
 
 

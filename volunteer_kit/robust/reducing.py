@@ -17,6 +17,11 @@ from volunteer_kit.robust.centered_clip import factor, radius_of
 NORM, DISTANCE, SUMS = 0, 1, 2  # columns of a statement's numbers; from SUMS on, the sketch
 UNKNOWN = 1e30  # distance from an answer that did not come
 SAME = 1e-3  # relative: two processors' sums of the same float32 values differ by less
+ACCUSED = 2.0  # times that: who accuses must not be wrong because a juror's processor rounds otherwise
+LONGEST = 10.0  # times the median length of what was sent; no answer of CenteredClip is longer, see centered_clip.py
+# what the answer's own codec and the digits of the statements leave, as a share of answer and radius: 0.02 is measured
+ROUNDING = 0.05
+NEAREST = 0.5  # of the distance along the direction; the true one is shorter once in ten thousand times
 
 
 def residual(numbers: np.ndarray, weights: Sequence[float], answer: np.ndarray, clips: bool) -> float:
@@ -30,8 +35,10 @@ def residual(numbers: np.ndarray, weights: Sequence[float], answer: np.ndarray, 
     total, numbers = float(sum(weights)), _as_bounded(np.asarray(numbers, np.float64), weights, float(answer[0]))
     distances = [float(distance) for distance in numbers[:, DISTANCE]]
     radius = radius_of(distances, weights) if clips else 0.0
-    shares = [w / total * (factor(d, radius) if clips else 1.0) for w, d in zip(weights, distances, strict=True)]
     sums = np.asarray(numbers[:, SUMS:], np.float64) - answer[1:]
+    # a false statement of a short distance would else let its sums outweigh everybody's
+    farther = np.maximum(distances, NEAREST * np.linalg.norm(sums, axis=1))
+    shares = [w / total * (factor(d, radius) if clips else 1.0) for w, d in zip(weights, farther, strict=True)]
     scale = float(answer[0]) + (radius or float(np.average(distances, weights=weights)))
     off = float(np.linalg.norm(np.asarray(shares) @ sums))
     return off / scale if scale > 0 else (0.0 if off == 0 else float("inf"))
@@ -47,10 +54,11 @@ def _as_bounded(numbers: np.ndarray, weights: Sequence[float], answer: float) ->
     return bounded
 
 
-def differs(said: np.ndarray, true: np.ndarray) -> bool:
-    """Is what a sender says of one of its parts, (2 + sums,), not true of the bytes?"""
+def differs(said: np.ndarray, true: np.ndarray, times: float = 1.0) -> bool:
+    """Is what a sender says of one of its parts, (2 + sums,), not true of the bytes, by so many times what two
+    processors' roundings explain?"""
     said, true = np.array(said, np.float64), np.asarray(true, np.float64)
     if said[DISTANCE] >= UNKNOWN:
         said[DISTANCE] = true[DISTANCE]
-    slack = SAME * (true[NORM] + true[DISTANCE]) + 1e-30
+    slack = times * SAME * (true[NORM] + true[DISTANCE]) + 1e-30
     return not bool(np.all(np.abs(said - true) <= slack))  # NaN is a difference

@@ -9,7 +9,9 @@ Source: Charikar et al. 2002, "Finding frequent items in data streams"; the join
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -44,20 +46,34 @@ def sketch(values: torch.Tensor, seed: bytes, offset: int = 0, size: int = 8) ->
     return total
 
 
-def sketch_all(tensors: Iterable[torch.Tensor], seed: bytes, size: int = 8) -> np.ndarray:
-    """The sketch of tensors as one vector, in their order."""
-    total, offset = np.zeros(size), 0
+def sketch_slices(tensors: Iterable[torch.Tensor], seed: bytes, slices: Sequence[int], size: int = 8) -> np.ndarray:
+    """The sketches of a vector's slices, float64 (slices, size).
+
+    :param tensors: the vector, in its order; :param slices: values in each slice
+    Raises ValueError if there are more values than slices have room for.
+    """
+    totals, offset = np.zeros((len(slices), size)), 0
+    ends = list(accumulate(slices))
     for tensor in tensors:
-        total += sketch(tensor, seed, offset, size)
-        offset += tensor.numel()
-    return total
+        flat, first = tensor.detach().reshape(-1), offset
+        while offset < first + len(flat):
+            place = bisect_right(ends, offset)
+            if place == len(ends):
+                raise ValueError(f"a vector of more than {offset} values")
+            until = min(ends[place], first + len(flat))
+            totals[place] += sketch(flat[offset - first : until - first], seed, offset, size)
+            offset = until
+    return totals
 
 
-def mismatch(sent: np.ndarray, recomputed: np.ndarray, norm: float) -> float:
+def mismatch(sent: np.ndarray, recomputed: np.ndarray) -> float:
     """How far what was sent is from what its samples give, as a share of the longer one's length.
 
-    :param norm: length of what was sent, for one that sends little sends its sketch as small
+    Both are sketches of slices, (slices, sums). What is stated of a slice may be false where its reducer is in league
+    with the sender: so slices are compared one by one, that no lie about one makes up for another, and lengths are
+    taken from the same numbers, that no length is stated which makes any distance small.
     """
-    scale = max(norm, float(np.linalg.norm(recomputed)), 1e-30)
-    distance = float(np.linalg.norm(np.asarray(sent, np.float64) - recomputed)) / scale
+    sent, recomputed = np.asarray(sent, np.float64), np.asarray(recomputed, np.float64)
+    scale = max(float(np.linalg.norm(sent)), float(np.linalg.norm(recomputed)), 1e-30)
+    distance = float(np.linalg.norm(sent - recomputed)) / scale
     return distance if np.isfinite(distance) else float("inf")

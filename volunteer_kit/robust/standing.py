@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
+from math import comb
 from typing import Literal
 
 Peer = Hashable
-Cause = Literal["gradient", "false_report", "reducer", "statement", "false_accusation", "equivocation"]
+Cause = Literal["gradient", "false_report", "reducer", "statement", "false_accusation", "equivocation", "silence"]
 CAUSES: dict[str, str] = {  # the words of auth/evidence.py, which this room cannot see
     "gradient": "what it sent is not what its samples give",
     "false_report": "what it reported of another's samples was wrong",
@@ -16,8 +17,11 @@ CAUSES: dict[str, str] = {  # the words of auth/evidence.py, which this room can
     "statement": "what it said of its parts is not what it sent",
     "false_accusation": "it accused somebody who had done nothing wrong",
     "equivocation": "it told different members different things",
+    "silence": "it falls silent when its work is looked at, and hardly when it is not",
 }
 MAX_REMEMBERED = 10_000  # peers
+# that a line which breaks at random is silent so often just when its work is looked at: three times of three at 1 in 16
+SILENCE_CHANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Standing:
         self._owed: dict[Peer, float] = defaultdict(float)  # samples found right that did not enter
         self._trusted: dict[Peer, None] = {}
         self._attending: dict[Peer, int] = {}  # who lost trust and trains nothing -> whole rounds since
+        self._silences: dict[Peer, list[tuple[int, bool]]] = {}  # epoch; was its work looked at?
         self.is_new = True  # have we seen no round yet?
 
     def is_trusted(self, peer: Peer) -> bool:
@@ -97,7 +102,7 @@ class Standing:
         elif not self.settings.probation:
             new = (peer for peer in group if peer not in self._proven and peer not in self._strikes)
             self._trusted.update(dict.fromkeys(new))
-        for memory in (self._trusted, self._proven):
+        for memory in (self._trusted, self._proven, self._silences):
             while len(memory) > MAX_REMEMBERED:
                 memory.pop(next(iter(memory)))
 
@@ -110,6 +115,18 @@ class Standing:
         elif peer in self._attending:
             self._attending[peer] = 0
         self._proven[peer] = 0
+
+    def fell_silent(self, peer: Peer, epoch: int, looked_at: bool) -> bool:
+        """It had promised a contribution that entered, and said nothing more. Lines break, but they do not know whose
+        work was drawn.
+
+        :param looked_at: was it drawn by chance? :returns: is it too often for a line that breaks?
+        """
+        known = [one for one in self._silences.get(peer, ()) if epoch - one[0] < self.settings.window]
+        self._silences[peer] = known = [*known, (epoch, looked_at)]
+        n, k, share = len(known), sum(looked for _, looked in known), self.settings.share
+        chance = sum(comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(k, n + 1))
+        return chance < SILENCE_CHANCE
 
     def attended(self, peer: Peer, trains: bool) -> None:
         """It went through a whole round. Who trains nothing, as a monitor, has no samples that could be found right; it
@@ -126,11 +143,13 @@ class Standing:
         return self.settings.probation << min(10, max(0, self._lost.get(peer, 0) - 1))
 
     def found_right(self, peer: Peer, microbatches: int, samples: float) -> float:
-        """What it sent is what its samples give.
+        """What it sent is what its samples give. How many microbatches they came in it says itself: no look proves more
+        than half of what a newcomer needs.
 
         :returns: samples that are to be credited now: those of its probation, when it ends
         """
-        self._proven[peer] = self._proven.get(peer, 0) + microbatches
+        proven = min(microbatches, max(1, self.settings.probation // 2))
+        self._proven[peer] = self._proven.get(peer, 0) + proven
         if self.is_banned(peer):
             return 0.0
         is_proven = self._proven[peer] >= self._needed(peer)
@@ -151,6 +170,8 @@ class Standing:
             return False
         self._strikes[strike.peer].append(strike)
         self._owed.pop(strike.peer, None)
+        if strike.cause == "silence":
+            self._silences.pop(strike.peer, None)
         self.suspend(strike.peer)
         return True
 

@@ -2,36 +2,75 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from volunteer_kit.robust.bounds import FEWEST, NORM_BOUND
 from volunteer_kit.robust.checks import Part
+from volunteer_kit.robust.median import lower_median
 from volunteer_kit.robust.messages import Commit, Reveal, Statement
-from volunteer_kit.robust.reducing import DISTANCE, SUMS, UNKNOWN, residual
+from volunteer_kit.robust.reducing import DISTANCE, LONGEST, NORM, ROUNDING, SUMS, UNKNOWN, residual
+
+MOST_UNHEARD = 1 / 4  # of the weight; beyond it nobody can tell what the rule gives
 
 
 @dataclass(frozen=True)
 class Told:
-    """By place in the group, as `own` has heard it; `trusted`: those whose work enters."""
+    """By place in the group, as `own` has heard it; `trusted`: those whose work enters; `voices`: one of them for each
+    account."""
 
     own: int
     commits: Mapping[int, Commit]
     reveals: Mapping[int, Reveal]
     statements: Mapping[int, Statement]
     trusted: frozenset[int]
+    voices: frozenset[int]
 
     def lost(self, reducers: Collection[int]) -> frozenset[int]:
         """Reducers whose answers must not be taken: more than half of the trusted members must have had the same one,
         and we too. A reducer could else give each member a model of its own, and what they compute on it would look
         false to the others. Nobody, if too few have told theirs."""
-        words = [self.reveals[place].answers for place in self.trusted & self.reveals.keys()]
-        if self.own not in self.reveals or 2 * len(words) <= len(self.trusted):
+        words = [self.reveals[place].answers for place in self.voices & self.reveals.keys()]
+        if self.own not in self.reveals or 2 * len(words) <= len(self.voices):
             return frozenset()
         ours = self.reveals[self.own].answers
         agreed = {r for r in reducers if ours[r] and 2 * sum(theirs[r] == ours[r] for theirs in words) > len(words)}
         return frozenset(reducers) - agreed
+
+    def heard_otherwise(self, statements: Mapping[int, Statement]) -> set[tuple[int, int]]:
+        """(hearer, author) where a member says that it heard another commitment or number of the author than most did,
+        or none: either of them may lie.
+
+        :param statements: of all draws, not of ours alone
+        """
+        hearers = sorted(self.voices & statements.keys() & self.reveals.keys())
+        claims: set[tuple[int, int]] = set()
+        for words in ({h: self.reveals[h].heard for h in hearers}, {h: statements[h].heard for h in hearers}):
+            for author in self.trusted:  # others could go on for ever, with nothing to lose
+                said = Counter(words[hearer][author] for hearer in hearers)
+                most = max(said, key=lambda word: (said[word], word), default=b"")
+                claims |= {(hearer, author) for hearer in hearers if words[hearer][author] != most}
+        return claims
+
+    def beyond(self, parts: Sequence[Part], answers: np.ndarray, clips: bool) -> set[int]:
+        """Reducers that answered what is longer than any average of what was sent can be. It takes no more than the
+        lengths that most members state, so that no false statement makes an honest answer look so.
+
+        :param answers: (parts, 1 + sums), length and sketch of what was answered; NaN where nothing was
+        """
+        here = [place for place in sorted(self._here) if self.commits[place].weight > 0]
+        weights = [self.commits[place].weight for place in here]
+        found = set()
+        for position, part in enumerate(parts):
+            norms = [float(self.statements[place].numbers[position][NORM]) for place in here]
+            given = [(norm, weight) for norm, weight in zip(norms, weights, strict=True) if norm > 0]
+            longest = (LONGEST if clips else NORM_BOUND) * lower_median(*zip(*given, strict=True)) if given else 0.0
+            if len(given) >= FEWEST and answers[position][0] > longest:
+                found.add(part.reducer)
+        return found
 
     def silent(self, reducers: Collection[int]) -> set[int]:
         """Reducers that most members had nothing of."""
@@ -52,11 +91,12 @@ class Told:
         :param tolerated: share of the weight that a reducer may leave out without being asked
         """
         sizes = {part.reducer: part.index + 1 for part in parts if part.reducer in self.reveals}
-        claims = {(place, r) for place in self._here for r in self.have_equivocated(place, sizes.keys())}
+        speaking = self.voices & self.statements.keys()
+        claims = {(place, r) for place in speaking for r in self.have_equivocated(place, sizes.keys())}
         for reducer, size in sizes.items():
             left_out = [place for place in self._here if not self._is_counted(place, reducer, size)]
             if max(self._share_of(left_out), len(left_out) / max(1, len(self._here))) > tolerated:
-                claims |= {(place, reducer) for place in left_out}
+                claims |= {(place, reducer) for place in left_out if place in speaking}
         return claims
 
     def numbers(self, sender: int, position: int, reducer: int) -> np.ndarray:
@@ -80,25 +120,36 @@ class Told:
                 continue
             said = self.reveals[part.reducer].counted
             counted = [place for place in sorted(self.commits) if place < len(said) and said[place] > part.index]
-            if self._residual(counted, position, part.reducer, answers[position], clips) > tolerance:
+            if self._is_off(counted, position, part.reducer, answers[position], clips, tolerance):
                 found.setdefault(part.reducer, []).append(position)
         return found
 
-    def _residual(
-        self, counted: Sequence[int], position: int, reducer: int, answer: np.ndarray, clips: bool
-    ) -> float:
-        """How far an answer is from the rule's, as a share of its length; 0 where it cannot be told."""
+    def _is_off(
+        self, counted: Sequence[int], position: int, reducer: int, answer: np.ndarray, clips: bool, tolerance: float
+    ) -> bool:
+        """Is an answer not the rule's average of those whom its reducer says that it counted?
+
+        A reducer must not keep its answers from being checked by an accomplice that states nothing, or by leaving a
+        member unanswered. A clipped part pulls by its share of the radius at most, and moves the radius by as much, so
+        twice that is allowed for whom we have no word of, up to a quarter of the weight; and where a distance can only
+        be estimated, what the sketch leaves open.
+        """
         working = {place for place in self._here if self.commits[place].weight > 0}
         if 2 * len(working & set(counted)) < len(working):  # by number: weights are what senders say
-            return float("inf")  # it could else count whom it likes, or itself alone
-        weights = [self.commits[place].weight for place in counted]
-        if sum(weights) <= 0 or any(place not in self.statements for place in counted):
-            return 0.0
-        numbers = np.stack([self.numbers(place, position, reducer) for place in counted])
-        for row in numbers:  # a reducer could else keep its answers from being checked by leaving one unanswered
-            if row[DISTANCE] >= UNKNOWN:
-                row[DISTANCE] = np.linalg.norm(row[SUMS:] - answer[1:])  # estimated
-        return residual(numbers, weights, answer, clips)
+            return True  # it could else count whom it likes, or itself alone
+        stated = [place for place in counted if place in self.statements]
+        weights, total = self._weights(stated), sum(self._weights(counted))
+        unheard = 1.0 - sum(weights) / total if total > 0 else 1.0
+        if unheard > (MOST_UNHEARD if clips else 0.0):
+            return False
+        numbers = np.stack([self.numbers(place, position, reducer) for place in stated])
+        guessed = numbers[:, DISTANCE] >= UNKNOWN
+        numbers[guessed, DISTANCE] = np.linalg.norm(numbers[guessed, SUMS:] - answer[1:], axis=1)
+        allowed = tolerance if guessed.any() else ROUNDING
+        return residual(numbers, weights, answer, clips) > allowed + 2 * unheard
+
+    def _weights(self, places: Collection[int]) -> list[float]:
+        return [self.commits[place].weight for place in places]
 
     @property
     def _here(self) -> frozenset[int]:

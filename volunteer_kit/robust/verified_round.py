@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from volunteer_kit.robust.cases import Docket
-from volunteer_kit.robust.checks import Check, Part, is_statement
+from volunteer_kit.robust.checks import Check, Part, by_slice, is_statement, slices_of
 from volunteer_kit.robust.disputes import at_fault
 from volunteer_kit.robust.draw import (
     NONCE_SIZE,
     Range,
     commitment,
+    draw_by_chance,
     draw_jury,
-    draw_targets,
+    draw_turns,
     draw_validators,
     joint_seed,
 )
-from volunteer_kit.robust.messages import Accusation, Commit, Duty, Report, Reveal, Samples, Statement, Vote
-from volunteer_kit.robust.reducing import NORM, SUMS, differs
+from volunteer_kit.robust.messages import Accusation, Commit, Reveal, Samples, Statement, digest_of
+from volunteer_kit.robust.reducing import ACCUSED, SUMS, differs
+from volunteer_kit.robust.round_verdicts import RoundVerdicts
 from volunteer_kit.robust.standing import Peer
-from volunteer_kit.robust.told import Told
 
 if TYPE_CHECKING:
     from volunteer_kit.robust.btard import Verifier
@@ -30,35 +31,19 @@ if TYPE_CHECKING:
 MAX_NEWS = 256  # of one member in one round
 
 
-class VerifiedRound:
+class VerifiedRound(RoundVerdicts):
     """One round, as one member goes through it: commit, hear_commits, reveal, hear_reveals, state, hear_statements."""
 
-    def __init__(
-        self, verifier: Verifier, round_id: bytes, epoch: int, group: Sequence[Peer], apart: Collection[Peer] = ()
-    ):
-        self._verifier, self._settings = verifier, verifier.settings
-        self.round_id, self.epoch, self.group = round_id, epoch, tuple(group)
-        self.own = self.group.index(verifier.own_id)
-        self.apart = frozenset(place for place, peer in enumerate(self.group) if peer in apart)
+    def __init__(self, verifier: Verifier, *about: Any, **options: Any):
+        """:param about: of RoundVerdicts"""
+        super().__init__(verifier, *about, **options)
         self._nonce = verifier.random_bytes(NONCE_SIZE)
         self._samples = Samples(())
-        self.commits: dict[int, Commit] = {}
-        self.reveals: dict[int, Reveal] = {}
-        self.statements: dict[int, Statement] = {}
-        self.trusted: frozenset[int] = frozenset(range(len(self.group)))
         self.targets: frozenset[int] = frozenset()
+        self.by_chance: frozenset[int] = frozenset()  # of all who committed, those whose work the draw names
         self.assigned: dict[int, tuple[Range, ...]] = {}
-        self.seed = b""
-        self.checks: dict[int, Check] = {}
-        self.docket: Docket | None = None
-        self.suspects: dict[int, list[int]] = {}  # reducers -> parts that are off
-        self._excused: set[int] = set()  # of them, those that had accused a sender
         self.void = ""  # why this round was not verified
-        self._reducers: list[int] = []  # of each part of the vector
-
-    @property
-    def _told(self) -> Told:
-        return Told(self.own, self.commits, self.reveals, self.statements, self.trusted)
+        self.beyond: frozenset[int] = frozenset()  # reducers whose answers are longer than any average can be
 
     # --- 1 ---
 
@@ -98,8 +83,12 @@ class VerifiedRound:
         return frozenset(believed - self.apart or believed)
 
     def _most(self, said: str) -> frozenset[int]:
-        """Members of whom more than half of those that know say this."""
-        words = [getattr(commit, said) for commit in self.commits.values() if commit.distrusts is not None]
+        """Members of whom more than half of those that know say this; nobody if fewer than half know: in a run that
+        begins whoever said that it knows would decide alone."""
+        knowing = self._voices([place for place, commit in self.commits.items() if commit.distrusts is not None])
+        if 2 * len(knowing) < len(self._voices(self.commits)):
+            return frozenset()
+        words = [getattr(self.commits[place], said) for place in knowing]
         return frozenset(place for place in self.commits if 2 * sum(place in places for places in words) > len(words))
 
     # --- 3 ---
@@ -107,7 +96,11 @@ class VerifiedRound:
     def reveal(self, answers: Sequence[bytes], counted: Sequence[int]) -> Reveal:
         """:param answers: digest of what each member answered us, b"" for nothing
         :param counted: of each member, how many of our own parts it is in"""
-        return Reveal(self._nonce, tuple(answers), tuple(counted))
+        return Reveal(self._nonce, tuple(answers), tuple(counted), self._heard(self.commits))
+
+    def _heard(self, messages: Mapping[int, Commit | Reveal]) -> tuple[bytes, ...]:
+        places = range(len(self.group))
+        return tuple(digest_of(messages[place]) if place in messages else b"" for place in places)
 
     def hear_reveals(self, heard: Mapping[Peer, Reveal]) -> None:
         """Draw. The seed is of trusted members' numbers: who tells some and not others could else make each round void.
@@ -118,12 +111,13 @@ class VerifiedRound:
             for place, reveal in reveals.items()
             if place in self.commits
             and commitment(reveal.nonce) == self.commits[place].nonce
-            and len(reveal.answers) == len(self.group)
+            and len(reveal.answers) == len(reveal.heard) == len(self.group)
         }
         shown = {place: reveal.nonce for place, reveal in self.reveals.items() if place in self.trusted}
         self.seed = joint_seed(self.round_id, shown)
-        weights = {place: self.commits[place].weight for place in self.reveals.keys() - self.apart}
-        weights = {place: weight for place, weight in weights.items() if weight > 0}
+        working = {p: c.weight for p, c in self.commits.items() if c.weight > 0 and p not in self.apart}
+        self.by_chance = draw_by_chance(self.round_id, shown, sorted(working), self._settings.share)
+        weights = {place: weight for place, weight in working.items() if place in self.reveals}
         eligible = [place for place in weights if place in self.trusted]
         due = {place for place in weights if place not in self.trusted}
         due |= weights.keys() & (self._most("due") | self._most("distrusts"))
@@ -131,13 +125,14 @@ class VerifiedRound:
         banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
         members = weights.keys() - banned
         # who banned whom may differ between members for a round: all draw from the same list, and banned ones count out
-        self.targets = draw_targets(self.seed, sorted(weights), self._settings.share, due) & members
+        self.targets = (self.by_chance | draw_turns(self.seed, sorted(weights), due)) & members
         for target in sorted(self.targets):
             ranges = draw_validators(self.seed, target, int(self.commits[target].weight), weights, eligible)
             if ranges:
                 self.assigned[target] = ranges
-        bad = int(len(weights) * self._settings.bad_share)
-        self.docket = Docket(lambda one, rest: draw_jury(self.seed, one, rest, bad), weights)
+        electors = self._voices(eligible)
+        bad = int(len(electors) * self._settings.bad_share)
+        self.docket = Docket(lambda one, rest: draw_jury(self.seed, one, rest, bad), electors)
 
     def lost(self, reducers: Collection[int]) -> frozenset[int]:
         """Of these reducers, those whose answers must not be taken; see Told.lost."""
@@ -148,7 +143,7 @@ class VerifiedRound:
     def state(self, numbers: np.ndarray) -> Statement:
         """:param numbers: (parts, 2 + sums), of all that we sent, along `seed`; see messages.Statement"""
         opening = self._samples if self.own in self.targets else None
-        return Statement(self.seed, numbers, frozenset(self.reveals), opening)
+        return Statement(self.seed, numbers, self._heard(self.reveals), opening)
 
     def hear_statements(
         self,
@@ -162,21 +157,17 @@ class VerifiedRound:
         :param held: place -> (own parts, 2 + sums), numbers of what we, a reducer, were sent; asked for of those alone
             whose word matters
         """
-        statements, self._reducers = self._by_place(heard), [part.reducer for part in parts]
+        statements, self._parts = self._by_place(heard), tuple(parts)
         shape = (len(parts), SUMS + self._settings.sums)
-        good = {p: s for p, s in statements.items() if p in self.reveals and is_statement(s, shape)}
+        good = {p: s for p, s in statements.items() if p in self.reveals and is_statement(s, shape, len(self.group))}
         self.statements = {place: s for place, s in good.items() if s.seed == self.seed}
+        excused = self._settle_hearsay(good)
         if 2 * len(self.statements) <= len(self.commits):
             self.void = "too few members drew the same numbers, or answered"
             self._verifier.tell("void", self.group[self.own], self.epoch, self.void)
-            self._suspend_who_told_some(good)
             return
-        if len(self.statements) < len(good):
-            self._suspend_who_told_some(good)
-        for place in self.commits.keys() - self.statements.keys() - {self.own}:
-            if self.commits[place].weight > 0:
-                why = "it drew other numbers" if place in good else "it did not answer in time"
-                self._verifier.suspend(self.group[place], self.epoch, why)
+        self._miss(good.keys(), excused)
+        self.beyond = frozenset(self._told.beyond(parts, answers, self._verifier.clips))
         for place in self.statements:
             self._verifier.standing.attended(self.group[place], self.commits[place].weight > 0)
         self._settle_disputes(parts)
@@ -186,16 +177,32 @@ class VerifiedRound:
             self._begin_check(target)
         self._verifier.settle()
 
-    def _suspend_who_told_some(self, statements: Mapping[int, Statement]) -> None:
-        """Numbers that some have seen and others have not made different draws: they will not be asked for theirs."""
-        for place in self.commits:
-            missed = sum(place not in statement.heard for statement in statements.values())
-            if len(statements) / 4 <= missed < len(statements):
-                self._verifier.suspend(self.group[place], self.epoch, "only some members were told its number")
+    def _settle_hearsay(self, statements: Mapping[int, Statement]) -> frozenset[int]:
+        """What one member told another otherwise, or not at all, makes them draw other numbers. :returns: members that
+        heard something else than most"""
+        claims = self._told.heard_otherwise(statements)
+        here = self._voices(self.trusted) & statements.keys()
+        why = "it and another member disagree about what was told"
+        for pair in at_fault(claims, len(here) - 1, len(self.trusted) - 1):
+            for place in pair:
+                self._verifier.suspend(self.group[place], self.epoch, why)
+        return frozenset(hearer for hearer, _ in claims)
+
+    def _miss(self, answered: Collection[int], excused: Collection[int]) -> None:
+        """Who is not among those who stated what they sent."""
+        for place in set(range(len(self.group))) - self.statements.keys() - {self.own} - set(excused):
+            self._fall_silent(place, "it drew other numbers" if place in answered else "it did not answer in time")
+
+    def _fall_silent(self, place: int, why: str) -> None:
+        peer = self.group[place]
+        has_entered = place in self.trusted - self.apart and self.commits[place].weight > 0
+        if has_entered and self._verifier.standing.fell_silent(peer, self.epoch, place in self.by_chance):
+            self._vote(place, "silence", True)
+        self._verifier.suspend(peer, self.epoch, why)
 
     def _settle_disputes(self, parts: Sequence[Part]) -> None:
         claims = self._told.at_odds(parts, 1 - 2 * self._settings.bad_share)
-        members, reducers = self.trusted & self.statements.keys(), {part.reducer for part in parts}
+        members, reducers = self._voices(self.trusted) & self.statements.keys(), {part.reducer for part in parts}
         for pair in at_fault(claims, len(members) - 1, len(reducers) - 1):
             alone = "most others did not get what it says that it sent"
             why = "it and another member disagree about what was sent" if len(pair) > 1 else alone
@@ -218,15 +225,19 @@ class VerifiedRound:
         looks_wrong = self.suspects.pop(self.own, None) is not None
         for place in held.keys() & (self.statements.keys() if looks_wrong else self.targets & self.statements.keys()):
             rows, told = zip(own, held[place], strict=False), self._told
-            wrong = next((at for at, true in rows if differs(told.numbers(place, at, self.own), true)), None)
+            numbers = ((at, told.numbers(place, at, self.own), true) for at, true in rows)
+            wrong = next((at for at, said, true in numbers if differs(said, true, ACCUSED)), None)
             if wrong is not None and place != self.own:
                 self._verifier.say(Accusation(self.round_id, place, wrong))
 
     def _begin_check(self, target: int) -> None:
         statement, commit = self.statements[target], self.commits[target]
-        opening, peer = statement.opening, self.group[target]
+        opening = statement.opening
+        if opening is None and target in self.by_chance:  # it has seen the draw, which is the same for all who state it
+            self._vote(target, "gradient", True, float("inf"))
+            return
         if opening is None:
-            self._verifier.suspend(peer, self.epoch, "it did not say what its gradients were computed from")
+            self._fall_silent(target, "it did not say what its gradients were computed from")
             return
         if opening.digest() != commit.samples or opening.fault(commit.weight):
             self._vote(target, "gradient", True, float("inf"))
@@ -234,111 +245,11 @@ class VerifiedRound:
         ranges = self.assigned.get(target, ())
         if not ranges:
             return
-        numbers = np.asarray(statement.numbers, np.float64)
-        sent, norm = numbers[:, SUMS:].sum(0), float(np.linalg.norm(numbers[:, NORM]))
-        self.checks[target] = Check(target, ranges, opening, sent, norm)
+        sent = by_slice(self._parts, np.asarray(statement.numbers, np.float64)[:, SUMS:])
+        self.checks[target] = Check(target, ranges, opening, slices_of(self._parts), sent)
         for part, (validator, first, last) in enumerate(ranges):
             if validator == self.own:
-                self._verifier.duties.append(self._duty("check", target, opening, ((first, last),), part))
-
-    def _duty(self, kind: str, target: int, samples: Samples, ranges, part: int = 0) -> Duty:
-        return Duty(kind, self.round_id, self.epoch, target, samples, ranges, self.seed, part)
-
-    # --- later, as news come in ---
-
-    def take_report(self, place: int, report: Report) -> None:
-        check = self.checks.get(report.target)
-        if check is None or check.done or not 0 <= report.part < len(check.ranges):
-            return
-        if check.ranges[report.part].validator == place and report.total.shape == check.sent.shape:
-            check.reports.setdefault(report.part, np.asarray(report.total, np.float64))
-            if check.is_complete:
-                self._conclude(check)
-
-    def _conclude(self, check: Check) -> None:
-        check.done = True
-        found = check.mismatch([check.reports[part] for part in range(len(check.ranges))])
-        self._verifier.measured.append(found)
-        peer = self.group[check.target]
-        if found <= self._settings.tolerance:
-            self._verifier.pass_check(self, check)
-            return
-        self._verifier.mistrust(peer, self.epoch, found)
-        case = self.docket.open(check.target, "gradient")
-        if self.own in case.jury:
-            ranges = tuple((one.first, one.last) for one in check.ranges)
-            self._verifier.duties.append(self._duty("judge", check.target, check.samples, ranges))
-
-    def judge(self, target: int, totals: Sequence[np.ndarray]) -> None:
-        """We have computed all ranges of a target ourselves."""
-        check = self.checks[target]
-        found, liars = check.mismatch(totals), set()
-        scale = max(check.norm, float(np.linalg.norm(sum(totals))) / len(check.samples.names), 1e-30)
-        for part, total in enumerate(totals):
-            if not np.isfinite(total).all() and not np.isfinite(check.reports[part]).all():
-                continue  # neither of us could compute it
-            off = np.linalg.norm(check.reports[part] - total) / len(check.samples.names) / scale
-            if not off <= self._settings.tolerance:
-                liars.add(check.ranges[part].validator)
-        self._vote(target, "gradient", not found <= self._settings.tolerance, found, frozenset(liars))
-
-    def take_accusation(self, place: int, accusation: Accusation) -> None:
-        sender = accusation.sender
-        is_reducers = 0 <= accusation.part < len(self._reducers) and self._reducers[accusation.part] == place
-        if self.docket is None or sender not in self.statements or not is_reducers or sender == place:
-            return
-        if self.docket.find(sender, "statement", place) is None:
-            case = self.docket.open(sender, "statement", place)
-            if self.own in case.jury:
-                self._verifier.proofs_wanted.append((self, place, sender, accusation.part))
-
-    def no_proof(self, accuser: int) -> None:
-        """Nothing came of it when the accuser was asked for the bytes: nobody is at fault, and it loses standing."""
-        why = "it did not show what it had accused another of"
-        self._verifier.suspend(self.group[accuser], self.epoch, why)
-        if accuser in self._excused:
-            self._vote(accuser, "reducer", True)
-
-    def prove(self, accuser: int, sender: int, part: int, true: np.ndarray | None) -> None:
-        """:param true: numbers, (2 + sums,), of bytes that the sender had committed to; None: other bytes were shown"""
-        guilty = true is not None and differs(self._told.numbers(sender, part, accuser), true)
-        self._vote(sender, "statement", guilty, accuser=accuser)
-
-    def close_suspects(self, present: Collection[Peer]) -> None:
-        """The reducers whose answers are off had a round's time to show whose statement was false.
-
-        :param present: members of that round; who was not there had no say
-        """
-        for reducer in [place for place in self.suspects if self.group[place] in present]:
-            positions = self.suspects.pop(reducer)
-            accused = {case.accused for case in self.docket.cases.values() if case.accuser == reducer}
-            if accused:
-                self._excused.add(reducer)
-            elif positions:
-                self._vote(reducer, "reducer", True)
-
-    def take_vote(self, place: int, vote: Vote) -> None:
-        if self.docket is not None and 0 <= vote.accused < len(self.group) and vote.accused != place:
-            case = self.docket.find(vote.accused, vote.cause, vote.accuser)
-            if case is None and vote.cause in ("gradient", "reducer", "equivocation") and vote.accuser == -1:
-                case = self.docket.open(vote.accused, vote.cause)
-            if case is not None:
-                case.take(place, vote)
-
-    def _vote(
-        self,
-        accused: int,
-        cause: Any,
-        guilty: bool,
-        measure: float = 0.0,
-        liars: frozenset[int] = frozenset(),
-        accuser: int = -1,
-    ) -> None:
-        case = self.docket.open(accused, cause, accuser)
-        if self.own in case.jury and self.own not in case.votes:
-            vote = Vote(self.round_id, accused, cause, guilty, measure, liars, accuser)
-            case.take(self.own, vote)
-            self._verifier.say(vote)
+                self._verifier.duties.append(self._duty("check", self.checks[target], ((first, last),), part))
 
     def _by_place(self, heard: Mapping[Peer, Any]) -> dict[int, Any]:
         places = {peer: place for place, peer in enumerate(self.group)}

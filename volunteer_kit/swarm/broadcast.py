@@ -8,7 +8,7 @@ others only by those who keep it from all whom they could tell.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -24,7 +24,8 @@ KEPT_ROUNDS = 3
 EARLY = 10.0  # s that a member's word may come before our own leader has told us of the group
 MAX_ANSWER = 3_500_000  # bytes; p2pd takes 4 MB in one message
 ASKED = 2  # members that are asked for all, of whom one may be a liar or dead
-MAX_WAITING = 1024  # words for rounds that we do not know of yet
+MAX_WAITING, MAX_WAITING_EACH = 1024, 4  # words for rounds that we do not know of yet, of all and of one caller
+RELAYED = 0.25  # of a stage's time is for passing on what did not reach everybody
 
 
 class Stage:
@@ -35,6 +36,7 @@ class Stage:
         self.envelopes: dict[PeerID, bytes] = {}
         self.messages: dict[PeerID, Any] = {}
         self.complete = asyncio.Event()
+        self.over = asyncio.Event()  # complete, or no longer waited for
 
     def put(self, author: PeerID, envelope: bytes, message: Any) -> None:
         """The first word of each member counts."""
@@ -50,6 +52,7 @@ class Stage:
     def _look(self) -> None:
         if self.expected <= self.messages.keys():
             self.complete.set()
+            self.over.set()
 
 
 class Board:
@@ -71,6 +74,7 @@ class Boards:
     def __init__(self):
         self._boards: OrderedDict[bytes, Board] = OrderedDict()
         self._opened: dict[bytes, asyncio.Event] = {}
+        self._waiting: Counter[PeerID] = Counter()
 
     def open(self, round_id: bytes, group: Sequence[PeerID]) -> Board:
         self._boards[round_id] = board = Board(round_id, group)
@@ -80,20 +84,26 @@ class Boards:
             self._opened.pop(round_id).set()
         return board
 
-    async def find(self, round_id: bytes) -> Board | None:
+    async def find(self, round_id: bytes, caller: PeerID) -> Board | None:
         """The round's board, once it is there."""
-        if round_id not in self._boards and len(self._opened) < MAX_WAITING:
+        has_room = len(self._opened) < MAX_WAITING and self._waiting[caller] < MAX_WAITING_EACH
+        if round_id not in self._boards and has_room:
             opened = self._opened.setdefault(round_id, asyncio.Event())
+            self._waiting[caller] += 1
             try:
                 await asyncio.wait_for(opened.wait(), EARLY)
             except asyncio.TimeoutError:
                 self._opened.pop(round_id, None)
+            finally:
+                self._waiting[caller] -= 1
+                self._waiting += Counter()  # drops those who wait no longer
         return self._boards.get(round_id)
 
     async def answer(self, request: averaging_pb2.DownloadData, caller: PeerID, patience: float):
-        """Of rpc_tell: take the caller's envelope, and give all of the stage, if it asks for them."""
+        """Of rpc_tell: take the caller's envelope, and give all of the stage, if it asks for them: once it is over, or
+        at once to who has nothing to tell, for its own patience is at an end."""
         round_id, stage, wants = _read_request(request.metadata)
-        board = await self.find(round_id)
+        board = await self.find(round_id, caller)
         if board is None:
             return averaging_pb2.DownloadData(metadata=b"unknown")
         if request.tensor_part.buffer:
@@ -104,7 +114,8 @@ class Boards:
         found: list[bytes] = []
         if wants:
             here = board.stages[stage]
-            await _until(here.complete, patience)
+            if request.tensor_part.buffer:
+                await _until(here.over, patience)
             size = 0
             for envelope in here.envelopes.values():
                 size += len(envelope)
@@ -143,7 +154,8 @@ async def tell_all(
     stub_of: Callable[[PeerID], Any],
     patience: float,
 ) -> dict[PeerID, Any]:
-    """Tell, and hear what all members told in this stage, as far as it comes within `patience` s.
+    """Tell, and hear what all members told in this stage, as far as it comes within `patience` s, relays included: a
+    member that says nothing costs the others no more.
 
     :param public: members that can be called; who is not one of them asks two that are
     """
@@ -165,13 +177,16 @@ async def tell_all(
     calls = [asyncio.create_task(call(peer, wants=not is_public and i < ASKED)) for i, peer in enumerate(others)]
     complete = asyncio.create_task(here.complete.wait())
     waiting = {complete} if is_public else {complete, asyncio.gather(*calls)}
-    await asyncio.wait(waiting, timeout=patience if is_public else None, return_when=asyncio.FIRST_COMPLETED)
-    if not here.complete.is_set() and is_public:  # what did not reach us may have reached others
-        asked = [call(peer, True, b"") for peer in others if peer in here.messages]
-        await asyncio.gather(*asked[:ASKED])
-        for unasked in asked[ASKED:]:
-            unasked.close()
-    complete.cancel()
+    alone = (1 - RELAYED) * patience if is_public else patience
+    try:
+        await asyncio.wait(waiting, timeout=alone, return_when=asyncio.FIRST_COMPLETED)
+        here.over.set()
+        asked = [peer for peer in others if peer in here.messages][:ASKED]
+        if not here.complete.is_set() and is_public and asked:  # what did not reach us may have reached others
+            relays = [asyncio.create_task(call(peer, True, b"")) for peer in asked]
+            await asyncio.wait(relays, timeout=patience - alone)
+    finally:
+        complete.cancel()
     return dict(here.messages)
 
 

@@ -7,7 +7,6 @@ import ctypes
 import multiprocessing as mp
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -32,7 +31,8 @@ from volunteer_kit.swarm.verify_wire import pack_samples, unpack_samples
 
 logger = get_logger(__name__)
 NO_TIMEOUT = 60.0  # s; stands for a round that may take as long as it likes
-KEPT_EXCHANGES = 3  # rounds of which an accused sender's bytes can be shown
+# rounds of which an accused sender's bytes can be shown: this one and the last; each has a copy of the average
+KEPT_EXCHANGES = 2
 
 
 class VerifiedAverager(SwarmAverager):
@@ -46,6 +46,7 @@ class VerifiedAverager(SwarmAverager):
         self._exchange: VerifiedExchange | None = None
         self._exchanges: OrderedDict[bytes, VerifiedExchange] = OrderedDict()
         self._verifier: Verifier | None = None
+        self._proving: set[asyncio.Task] = set()
         super().__init__(*args, start=False, **kwargs)
         self._patience = STAGE_SHARE * (self._allreduce_timeout or NO_TIMEOUT)  # s, for one stage
         if verification is not None and self._allreduce_timeout is not None:
@@ -74,11 +75,14 @@ class VerifiedAverager(SwarmAverager):
     @property
     def verifier(self) -> Verifier:
         if self._verifier is None:
-            self._verifier = Verifier(self.peer_id, self.verification, self._clips)
+            self._verifier = Verifier(self.peer_id, self.verification, self._clips, account_of=self._account_of)
             self._boards = Boards()
             self._came = asyncio.Event()
             self._busy = asyncio.Lock()
         return self._verifier
+
+    def _account_of(self, peer: PeerID) -> bytes:
+        return self.doorkeeper.account_of(peer) or peer.to_bytes()
 
     async def _take_contribution(self, number: int, packed: bytes) -> None:
         if self.verifier is not None and number > self._contributions:
@@ -144,8 +148,7 @@ class VerifiedAverager(SwarmAverager):
         options = {name: kwargs[name] for name in ("compression", "part_size_bytes") if name in kwargs}
         encoded = await asyncio.to_thread(EncodedParts, tensors, tensor_infos=tensor_infos, **options)
         await exchange.commit(float(weight), samples, encoded)
-        for round_, accuser, sender, part in self._take_proofs_wanted():
-            await self._exchanges[round_.round_id].prove(accuser, sender, part)
+        self._see_proofs()
         self._remember(group_info.group_id, exchange)
         await super()._run_allreduce_inplace_(
             tensors,
@@ -158,9 +161,18 @@ class VerifiedAverager(SwarmAverager):
         )
         await self._verify(exchange, tensors, outcome)
 
-    def _take_proofs_wanted(self) -> list[Any]:
+    def _see_proofs(self) -> None:
+        """Of the accusations that have just come: beside the exchange, for an accuser that does not answer must not
+        keep the group waiting."""
         wanted, self.verifier.proofs_wanted = self.verifier.proofs_wanted, []
-        return [one for one in wanted if one[0].round_id in self._exchanges]
+        by_accuser: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
+        for round_, accuser, sender, part in wanted:
+            by_accuser.setdefault((round_.round_id, accuser), []).append((sender, part))
+        for (round_id, accuser), accused in by_accuser.items():
+            if round_id in self._exchanges:
+                task = asyncio.create_task(_prove(self._exchanges[round_id], accuser, accused))
+                self._proving.add(task)
+                task.add_done_callback(self._proving.discard)
 
     def _remember(self, round_id: bytes, exchange: VerifiedExchange) -> None:
         self._exchange = self._exchanges[round_id] = exchange
@@ -201,3 +213,10 @@ class VerifiedAverager(SwarmAverager):
         verifier.duties, verifier.events, verifier.bans, verifier.credits = [], [], [], {}
         verifier.measured.clear()
         outcome.bytes_sent += exchange.sent_bytes
+
+
+async def _prove(exchange: VerifiedExchange, accuser: int, accused: Sequence[tuple[int, int]]) -> None:
+    """One after the other, until the accuser has nothing to show."""
+    for sender, part in accused:
+        if not await exchange.prove(accuser, sender, part):
+            break

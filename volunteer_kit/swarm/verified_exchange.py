@@ -81,7 +81,8 @@ class VerifiedExchange:
         self.verifier, self.public, self._stub_of, self._patience = verifier, list(public), stub_of, patience
         self.round: VerifiedRound = verifier.begin(round_id, epoch, group, apart)
         self.board = boards.open(round_id, group)
-        self.encoded: EncodedParts | None = None
+        self.encoded: EncodedParts | None = None  # until the round is verified
+        self._sizes: list[int] = []  # of its parts, in values
         self.evidence: dict[tuple[int, int], runtime_pb2.Tensor] = {}  # (sender, part) -> what it had sent
         self._table: Table | None = None
         self.sent_bytes = 0
@@ -89,7 +90,7 @@ class VerifiedExchange:
 
     async def commit(self, weight: float, samples: Samples, encoded: EncodedParts) -> None:
         """Promise, and hear what the others promise; then it is known whose parts enter."""
-        self.encoded = encoded
+        self.encoded, self._sizes = encoded, encoded.sizes
         digests = await asyncio.to_thread(encoded.digests)
         heard = await self._tell(COMMIT, self.round.commit(weight, samples, digests))
         whole = {peer: said for peer, said in heard.items() if len(said.parts) == PART_DIGEST * len(encoded)}
@@ -127,20 +128,22 @@ class VerifiedExchange:
         self.round.hear_reveals(await self._tell(REVEAL, self.round.reveal(digests, counted)))
         self.lost = self.round.lost(set(runner.reducers))
         table = await asyncio.to_thread(Table, self.encoded, runner, answers, self.round.seed, self._sums)
-        own = await asyncio.to_thread(table.of_ours)
+        own = await asyncio.to_thread(table.of_ours, self.encoded)
         heard = await self._tell(STATEMENT, self.round.state(own))
-        parts = [Part(reducer, place - runner.first_part(reducer)) for place, reducer in enumerate(runner.reducers)]
+        numbered = zip(runner.reducers, self._sizes, strict=True)
+        parts = [Part(r, place - runner.first_part(r), size) for place, (r, size) in enumerate(numbered)]
         held = Held(table, runner, self.round.group)
         async with self.busy:
             await asyncio.to_thread(self.round.hear_statements, heard, parts, table.answers, held)
+        self.lost |= self.round.beyond
         self._keep_evidence(runner)
-        self._table = table
+        self._table, self.encoded = table, None
 
     def drop_lost(self, runner: VerifiedAllReduce, answers: Sequence[torch.Tensor]) -> float:
         """Zero what those answered that do not count, as if nothing had come. :returns: the share of values left"""
         vector = torch.cat([tensor.reshape(-1) for tensor in answers])
         dropped = 0
-        for part, reducer in zip(vector.split(self.encoded.sizes), runner.reducers, strict=True):
+        for part, reducer in zip(vector.split(self._sizes), runner.reducers, strict=True):
             if reducer in self.lost:
                 part.zero_()
                 dropped += part.numel()
@@ -159,8 +162,10 @@ class VerifiedExchange:
             self.evidence[news.sender, news.part] = runner.kept[self.round.group[news.sender]][news.part - first]
         runner.kept.clear()
 
-    async def prove(self, accuser: int, sender: int, part: int) -> None:
-        """See for ourselves what a sender had sent to its accuser."""
+    async def prove(self, accuser: int, sender: int, part: int) -> bool:
+        """See for ourselves what a sender had sent to its accuser. :returns: did it show anything?"""
+        if self._table is None:
+            return True  # we did not see the round through, and cannot judge
         true = None
         try:
             words = msgpack.packb([self.round.round_id, sender, part], use_bin_type=True)
@@ -169,8 +174,9 @@ class VerifiedExchange:
             answer = await asyncio.wait_for(stub.rpc_show_part(request), self._patience)
         except Exception as error:  # the line, or a member that has left
             logger.debug(f"an accuser did not answer: {error!r}")
-            self.round.no_proof(accuser)
-            return
+            async with self.busy:
+                self.round.no_proof(accuser)
+            return False
         try:
             promised = self.round.commits[sender].parts[part * PART_DIGEST : (part + 1) * PART_DIGEST]
             if part_digest(answer.tensor_part) == promised:
@@ -178,7 +184,9 @@ class VerifiedExchange:
                 true = await asyncio.to_thread(self._table.row, part, values.reshape(-1))
         except Exception as error:  # bytes that nobody can read prove nothing
             logger.debug(f"an accusation could not be proven: {error!r}")
-        self.round.prove(accuser, sender, part, true)
+        async with self.busy:
+            self.round.prove(accuser, sender, part, true)
+        return True
 
     async def _tell(self, stage: int, message: Any) -> Mapping[PeerID, Any]:
         envelope = seal(RSAPrivateKey.process_wide(), self.round.round_id, stage, message)
@@ -198,7 +206,7 @@ class Table:
         seed: bytes,
         sums: int,
     ):
-        self._encoded, self._runner, self._seed, self._size = encoded, runner, seed, sums
+        self._seed, self._size = seed, sums
         self._offsets = encoded.offsets
         vector = torch.cat([tensor.detach().reshape(-1).float() for tensor in averages])
         self._averages = vector.split(encoded.sizes)
@@ -219,9 +227,9 @@ class Table:
         row[SUMS:] = sketch(values, self._seed, self._offsets[place], self._size)
         return row
 
-    def of_ours(self) -> np.ndarray:
+    def of_ours(self, encoded: EncodedParts) -> np.ndarray:
         """(parts, 2 + sums) of all that we sent, float32."""
-        rows = [self.row(place, self._encoded.decoded(place)) for place in range(len(self._encoded))]
+        rows = [self.row(place, encoded.decoded(place)) for place in range(len(encoded))]
         return np.asarray(rows, np.float32).reshape(len(rows), SUMS + self._size)
 
 

@@ -20,7 +20,17 @@ from hivemind.proto import runtime_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from volunteer_kit.auth.access_token import peer_id_of_key
-from volunteer_kit.robust.messages import Accusation, Commit, News, Report, Reveal, Samples, Statement, Vote
+from volunteer_kit.robust.messages import (
+    DIGEST_SIZE,
+    Accusation,
+    Commit,
+    News,
+    Report,
+    Reveal,
+    Samples,
+    Statement,
+    Vote,
+)
 from volunteer_kit.robust.reducing import SUMS
 from volunteer_kit.robust.standing import CAUSES
 
@@ -32,6 +42,7 @@ MAX_PARTS = 2**16
 MAX_NAME = 256  # bytes
 MAX_MEMBERS = 1024
 MAX_ROUND_ID = 256  # bytes
+MAX_REPORT = 2**17  # bytes; 64 for each reducer
 
 
 def part_digest(part: runtime_pb2.Tensor, digest_size: int = PART_DIGEST) -> bytes:
@@ -54,10 +65,10 @@ def pack(message: Commit | Reveal | Statement) -> list:
         promised = [float(message.weight), message.samples, message.parts, message.nonce]
         return [*promised, distrusts, sorted(message.bans), sorted(message.due), news]
     if isinstance(message, Reveal):
-        return [message.nonce, list(message.answers), list(message.counted)]
+        return [message.nonce, list(message.answers), list(message.counted), list(message.heard)]
     opening = None if message.opening is None else pack_samples(message.opening)
     numbers = np.asarray(message.numbers, "<f4")
-    return [message.seed, list(numbers.shape), numbers.tobytes(), sorted(message.heard), opening]
+    return [message.seed, list(numbers.shape), numbers.tobytes(), list(message.heard), opening]
 
 
 def unpack(stage: int, words: Any) -> Commit | Reveal | Statement:
@@ -77,9 +88,9 @@ def _commit(weight, samples, parts, nonce, distrusts, bans, due, news) -> Commit
     return Commit(weight, _bytes(samples, 16), parts, _bytes(nonce, 16), distrusts, _places(bans), _places(due), known)
 
 
-def _reveal(nonce, answers, counted) -> Reveal:
-    answers = tuple(_bytes(answer, ANSWER_DIGEST) for answer in _list(answers, MAX_MEMBERS))
-    return Reveal(_bytes(nonce, 16), answers, tuple(_count(n) for n in _list(counted, MAX_MEMBERS)))
+def _reveal(nonce, answers, counted, heard) -> Reveal:
+    counted = tuple(_count(n) for n in _list(counted, MAX_MEMBERS))
+    return Reveal(_bytes(nonce, 16), _digests(answers, ANSWER_DIGEST), counted, _digests(heard, DIGEST_SIZE))
 
 
 def _statement(seed, shape, numbers, heard, opening) -> Statement:
@@ -87,7 +98,8 @@ def _statement(seed, shape, numbers, heard, opening) -> Statement:
     if parts > MAX_PARTS or not SUMS <= columns <= 64 or len(_bytes(numbers, MAX_ENVELOPE)) != 4 * parts * columns:
         raise ValueError("numbers of another shape")
     table = np.frombuffer(numbers, "<f4").reshape(parts, columns)
-    return Statement(_bytes(seed, 32), table, _places(heard), None if opening is None else unpack_samples(opening))
+    opening = None if opening is None else unpack_samples(opening)
+    return Statement(_bytes(seed, 32), table, _digests(heard, DIGEST_SIZE), opening)
 
 
 def pack_samples(samples: Samples) -> list:
@@ -114,7 +126,7 @@ def _unpack_news(words: Any) -> News:
     round_id = _bytes(round_id, MAX_ROUND_ID)
     if kind == "report":
         target, part, total = rest
-        sums = np.frombuffer(_bytes(total, 8 * 64), "<f8")
+        sums = np.frombuffer(_bytes(total, MAX_REPORT), "<f8")
         return Report(round_id, _count(target), _count(part), sums)
     if kind == "accusation":
         sender, part = rest
@@ -149,6 +161,10 @@ def _number(value: Any, finite: bool = True) -> float:
     if type(value) is not float or (finite and not np.isfinite(value)):
         raise ValueError("no number")
     return value
+
+
+def _digests(value: Any, size: int) -> tuple[bytes, ...]:
+    return tuple(_bytes(digest, size) for digest in _list(value, MAX_MEMBERS))
 
 
 def _places(value: Any) -> frozenset[int]:
@@ -195,22 +211,22 @@ class Seals:
         if round_id != self._round_id or said_stage != stage:
             raise ValueError("an envelope of another round or stage")
         if stage == COMMIT:
-            signer = self._learn(said_by)
+            signer, key = _owner_of(said_by)
         elif isinstance(said_by, bytes) and isinstance(signature, bytes) and PeerID(said_by) in self._keys:
             signer = PeerID(said_by)
+            key = self._keys[signer]
         else:
             raise ValueError("an envelope of somebody whose key nobody has shown")
         if author is not None and signer != author:
             raise ValueError("another member's envelope")
-        if not self._keys[signer].verify(body, base64.b64encode(signature)):
+        if not key.verify(body, base64.b64encode(signature)):
             raise ValueError("a forged envelope")
+        self._keys.setdefault(signer, key)
         return signer, unpack(stage, words)
 
-    def _learn(self, key: Any) -> PeerID:
-        try:
-            owner = PeerID(peer_id_of_key(key))
-            public = RSAPublicKey.from_bytes(key)
-        except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
-            raise ValueError("no key") from None
-        self._keys.setdefault(owner, public)
-        return owner
+
+def _owner_of(key: Any) -> tuple[PeerID, RSAPublicKey]:
+    try:
+        return PeerID(peer_id_of_key(key)), RSAPublicKey.from_bytes(key)
+    except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
+        raise ValueError("no key") from None

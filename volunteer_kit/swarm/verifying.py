@@ -7,11 +7,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.messages import Duty
-from volunteer_kit.robust.sketch import sketch_all
+from volunteer_kit.robust.sketch import sketch_slices
 from volunteer_kit.swarm.following import FollowingOptimizer
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.verified_exchange import Verdicts
@@ -103,13 +104,13 @@ class VerifyingOptimizer(FollowingOptimizer):
         """Report on one duty, a batch at a time."""
         size, totals = self.grad_averager.verification.sums, []
         for first, last in duty.ranges:
-            total = torch.zeros(size, dtype=torch.float64).numpy()
+            total = np.zeros((len(duty.slices), size))
             for epoch, begin, end in _by_model(duty, first, last):
                 model = self._model_of(epoch)
                 if model is None:
                     raise LookupError(f"the model of epoch {epoch} is not here")
                 for gradients in self.recompute(duty.samples.names[begin:end], model):
-                    total += sketch_all(gradients, duty.seed, size)
+                    total += sketch_slices(gradients, duty.seed, duty.slices, size)
                     yield
             totals.append(total)
         self.grad_averager.report(duty, totals)
