@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 
 import pytest
@@ -249,3 +250,85 @@ def test_not_a_number_never_enters_an_average():
             tensor[mask] = [NAN, INF, -INF][trial % 3]
         _, results = average(lambda tensors=tensors: make_group(tensors, codec=CODECS["uniform8"]))
         assert all(math.isfinite(flat(results[i]).abs().max()) for i in (1, 2))
+
+
+# --- who is slow ---
+
+ROUND = 3.0  # s
+PARTS = 6  # of each slice
+
+
+class SlowSender(SwarmAllReduce):
+    """Takes `pause` s for each of its parts."""
+
+    pause: float
+
+    async def _generate_input_for_peer(self, peer_index):
+        async for message in super()._generate_input_for_peer(peer_index):
+            await asyncio.sleep(self.pause)
+            yield message
+
+
+class SlowReducer(SwarmAllReduce):
+    """Takes `pause` s for each of its answers."""
+
+    pause: float
+
+    async def rpc_aggregate_part(self, stream, context):
+        async for message in super().rpc_aggregate_part(stream, context):
+            await asyncio.sleep(self.pause)
+            yield message
+
+
+def slow_group(slow: type, share: float, members: int = 3) -> tuple[list, list, float, list]:
+    """A round in which the last one takes that share of the round's time for each part, which is less than the timeout
+    of one part. :returns: runners, results, s that the first took, tensors"""
+    tensors = [[torch.randn(250 * PARTS * members)] for _ in range(members)]
+    kind, took = type("Slow", (slow,), {"pause": share * ROUND}), []
+
+    class Timed(SwarmAllReduce):
+        async def run(self):
+            began = time.monotonic()
+            async for tensor in super().run():
+                yield tensor
+            took.append(time.monotonic() - began)
+
+    runners, results = average(
+        lambda: make_group(tensors, kinds={0: Timed, members - 1: kind}, timeout=ROUND / 3, round_timeout=ROUND)
+    )
+    assert all(parts == PARTS for parts in runners[0].tensor_part_container.num_parts_by_peer)
+    return runners, results, took[0], tensors
+
+
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_a_sender_that_is_slow_with_each_part_costs_itself_only(members):
+    """0.9 of a part's timeout before each of them would be 1.8 rounds."""
+    runners, results, took, tensors = slow_group(SlowSender, 0.9 / 3, members)
+    slow, honest = runners[-1], range(members - 1)
+    assert took < ROUND
+    for i in honest:
+        assert not isinstance(results[i], BaseException), results[i]
+        assert slow.peer_id in runners[i].refused and slow.peer_id not in runners[i].weights
+        assert len(runners[i].weights) == members - 1 and len(runners[i].refused) == 1
+        assert runners[i].received == 1.0
+    without = (flat(results[0]) - honest_mean(tensors, honest)).view(-1, 250)  # (part, value)
+    alone = without.abs().amax(dim=1) < 1e-6
+    assert sum(alone) >= (members - 1) * PARTS // 2, "what came late is not in it"
+
+
+def test_a_slow_line_has_nearly_the_whole_round():
+    runners, results, took, tensors = slow_group(SlowSender, 0.1)
+    assert 0.5 * ROUND < took < ROUND
+    assert_equal_bytes(results)
+    assert (flat(results[0]) - honest_mean(tensors, range(3))).abs().max() < 1e-6
+    assert not any(runner.refused for runner in runners)
+
+
+def test_a_reducer_that_is_slow_with_each_answer_costs_its_slice_only():
+    runners, results, took, tensors = slow_group(SlowReducer, 0.9 * 2 / 3)
+    assert took < ROUND
+    mean = honest_mean(tensors, range(3))
+    for i in (0, 1):
+        right = ((flat(results[i]) - mean).abs() < 1e-6).float().mean()
+        assert right >= 2 / 3 and 2 / 3 <= runners[i].received < 1.0
+        assert runners[i].failed_reducers == [runners[2].peer_id] and not runners[i].refused

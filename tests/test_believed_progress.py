@@ -202,15 +202,19 @@ def test_who_goes_back_forgets_what_was_known_of_the_epoch_it_gave_up(tracker, p
     assert tracker.global_epoch == 3 and not tracker.ready_to_update_epoch, "our own record of it lies there still"
 
 
-def test_one_account_that_is_ahead_is_counted_and_not_followed_yet(tracker, people):
+def test_a_few_accounts_that_are_ahead_are_counted_and_not_followed_yet(tracker, people):
     """Everybody would end the epoch at once, with what a moment has brought."""
-    honest, second, liar = people
+    honest, second, liar, fourth = *people, Somebody()
     tracker._durations.extend([60.0] * 5)
     ahead = liar, liar.claims(epoch=4, samples_accumulated=256)
     progress = read(tracker, ahead, (honest, honest.claims(samples_accumulated=50)))
     assert progress.epoch == 3 and progress.num_peers == 3 and progress.samples_accumulated < 100
-    progress = read(tracker, ahead, (second, second.claims(epoch=4)))
-    assert progress.epoch == 4, "two say so"
+    progress = read(
+        tracker, ahead, (second, second.claims(epoch=4)), (honest, honest.claims()), (fourth, fourth.claims())
+    )
+    assert progress.epoch == 3, "two of four say so"
+    progress = read(tracker, ahead, (second, second.claims(epoch=4)), (honest, honest.claims()))
+    assert progress.epoch == 4, "two of three"
     tracker._own_epoch = (3, time.monotonic() - PACE * 60.0 - 1)
     assert read(tracker, ahead, (honest, honest.claims())).epoch == 4, "it is about time"
 

@@ -76,6 +76,10 @@ class Notice:
 
     def __init__(self, own: PeerID = A):
         self.dht, self.said, self.asked, self.renewed = SimpleNamespace(peer_id=own), {}, [], 0
+        self.retried = 0
+
+    def retry(self) -> None:
+        self.retried += 1
 
     def fetch(self, is_worthwhile):
         self.asked = [accused for accused, said in self.said.items() if is_worthwhile(accused, set(said))]
@@ -217,3 +221,15 @@ def test_a_pardon_frees_at_the_next_look(keep, tmp_path):
     assert admission.is_admitted(E)
     admission.ban(BanList(0, frozenset(), {}))
     assert admission.pardoned_at(E) > 0, "an older list changes nothing"
+
+
+def test_what_could_not_be_stored_is_tried_again_at_each_look(keep):
+    """Even when nothing can be read: the others would learn of it ten minutes later, when all is renewed."""
+    notice = Notice()
+    kept = keep(notice, Admission())
+    before = notice.retried
+    kept.look()
+    notice.fetch = None
+    with pytest.raises(TypeError):
+        kept.look()
+    assert notice.retried == before + 2 and notice.renewed == 0

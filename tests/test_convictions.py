@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import Future
 from typing import get_args
 
 import pytest
@@ -131,6 +133,79 @@ def test_what_few_have_found_does_not_get_into_the_reason():
     said[E] = [strike_of(A, epoch=9, cause="equivocation", details="he is ugly")]
     assert words_of(A, said, 5) == f"4 of the 5 other accounts found that {CAUSES['gradient']} (steps 3 and 5)"
     assert len(evidence_of(A, said, 5).findings) == 3, "moderators see it, and who says so"
+
+
+# --- what is stored, and again when it could not be ---
+
+
+class Line:
+    """In a DHT's place: notes what is stored, and says whether it was."""
+
+    peer_id = E
+
+    def __init__(self):
+        self.stored, self.outcome = [], True
+
+    def add_validators(self, validators) -> None:
+        pass
+
+    def store(self, key, value, expires, subkey, return_future) -> Future:
+        self.stored.append((key, value))
+        future = Future()
+        if isinstance(self.outcome, Exception):
+            future.set_exception(self.outcome)
+        elif self.outcome is not None:
+            future.set_result(self.outcome)
+        return future
+
+    def take(self) -> list[str]:
+        keys, self.stored = [key for key, _ in self.stored], []
+        return keys
+
+
+@pytest.mark.parametrize("outcome", [False, ConnectionError("the line is down")], ids=["refused", "failed"])
+def test_what_could_not_be_stored_is_stored_again(outcome):
+    line = Line()
+    board, index = ConvictionBoard(line, "run"), index_key("run")
+    line.outcome = outcome
+    board.publish(A, [strike_of(A)])
+    both = [index, accused_key("run", A)]
+    assert line.take() == both
+    board.retry()
+    assert line.take() == both, "the line is down still"
+    line.outcome = True
+    board.retry()
+    assert line.take() == both
+    board.publish(B, [strike_of(B)])
+    line.take()
+    board.retry()
+    assert line.take() == [], "all is stored"
+    line.outcome = None
+    board.renew()
+    line.take()
+    board.retry()
+    assert line.take() == [], "it is on its way"
+
+
+def test_what_is_published_while_another_thread_renews_is_not_lost(monkeypatch):
+    line = Line()
+    board = ConvictionBoard(line, "run")
+    board.publish(A, [strike_of(A)])
+    publisher = threading.Thread(target=board.publish, args=(B, [strike_of(B)]))
+    counts = board._counts
+
+    def publish_meanwhile(strike, accused) -> bool:
+        if accused == A and not publisher.ident:
+            publisher.start()
+            publisher.join(0.2)  # as far as it gets
+        return counts(strike, accused)
+
+    monkeypatch.setattr(board, "_counts", publish_meanwhile)
+    board.renew()
+    publisher.join(10)
+    assert board._own.keys() == {A, B}
+    last = [value["accused"] for key, value in line.stored if key == index_key("run")][-1]
+    assert last == A.to_bytes() + B.to_bytes()
 
 
 # --- through a real DHT ---

@@ -27,6 +27,7 @@ from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.told_group import (
     LED_APART,
+    MISQUOTED,
     OTHER_GROUP,
     LedApart,
     as_exchanged,
@@ -141,10 +142,16 @@ class LyingLeader(SwarmAverager):
             yield message
 
 
+def place_of_another(message, known) -> int:
+    """Who hears a lie of itself knows it by that alone."""
+    return next(i for i, peer in enumerate(message.ordered_peer_ids) if peer not in known)
+
+
 def tell_another_bandwidth(message, known) -> None:
     """The follower is to cut the tensors elsewhere."""
-    bandwidth, mode, words = MSGPackSerializer.loads(message.gathered[0])
-    message.gathered[0] = MSGPackSerializer.dumps([bandwidth * 7, mode, words])
+    third = place_of_another(message, known)
+    bandwidth, mode, words = MSGPackSerializer.loads(message.gathered[third])
+    message.gathered[third] = MSGPackSerializer.dumps([bandwidth * 7, mode, words])
 
 
 def tell_another_order(message, known) -> None:
@@ -156,8 +163,24 @@ def tell_another_order(message, known) -> None:
 
 def leave_one_out(message, known) -> None:
     """The follower is to know nothing of the other one."""
-    gone = next(i for i, peer in enumerate(message.ordered_peer_ids) if peer not in known)
+    gone = place_of_another(message, known)
     del message.ordered_peer_ids[gone], message.gathered[gone]
+
+
+class MisquotingLeader(SwarmAverager):
+    """Tells everybody the same of one follower, and acts by it: nobody else can see that it is a lie."""
+
+    lies = True
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        if self.lies:
+            self.lies = False
+            _, mode, words = MSGPackSerializer.loads(request.gather)
+            request.gather = MSGPackSerializer.dumps([1.0, mode, words])
+        async for message in super().rpc_join_group(request, context):
+            yield message
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +197,11 @@ def peers(peer):
 
 
 @contextlib.contextmanager
-def averagers(peers, prefix: str, lie: Callable | None, last_is_client: bool = False) -> Iterator[list[SwarmAverager]]:
+def averagers(
+    peers, prefix: str, lie: Callable | None, last_is_client: bool = False, kind: type = LyingLeader
+) -> Iterator[list[SwarmAverager]]:
     """The first one leads, and lies."""
-    liar = type("SwarmAverager", (LyingLeader,), {"lie": staticmethod(lie)}) if lie else SwarmAverager
+    liar = type("SwarmAverager", (kind,), {"lie": staticmethod(lie)}) if lie else SwarmAverager
     started: list[SwarmAverager] = []
     try:
         for i, peer in enumerate(peers):
@@ -257,6 +282,17 @@ def test_the_next_attempt_has_another_leader_and_tells(peers):
             assert outcome.remarks == {liar: LED_APART} and outcome.received == 1.0
             assert outcome.group and member.led_apart == 1
         controls[0].cancel()
+
+
+def test_who_is_misquoted_to_everybody_leaves_and_follows_another(peers):
+    with averagers(peers[:2], "misquoted", lambda: None, kind=MisquotingLeader) as members:
+        controls = begin(members, allow_retries=False)
+        for control, words in zip(controls, (LED_APART, MISQUOTED), strict=True):
+            with pytest.raises(MatchmakingException, match=words):
+                control.result(50)
+        for i, member in enumerate(members):
+            assert member.led_apart == 1
+            assert torch.equal(values(member), torch.full((4000,), float(i))), "nothing of the round is applied"
 
 
 def test_honest_leaders_are_not_accused(peers):

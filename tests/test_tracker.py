@@ -68,13 +68,20 @@ def test_is_plausible(changes, plausible):
         ([10**6, 7, 7], 7, 2, 7, "one liar"),
         ([10**6, 9, 7], 7, 2, 9, "one liar does not hide an honest one"),
         ([10**6, 500, 7, 8], 7, 2, 8, "two liars who do not agree"),
+        ([10**9] * 2 + [7] * 13, 7, 2, 7, "two liars who do, among fourteen"),
+        ([10**9] * 7 + [7] * 8, 7, 2, 7, "seven of sixteen"),
+        ([8] * 2 + [7] * 13, 7, 0, 7, "two who want the epoch to end as soon as it has begun"),
+        ([8] * 8 + [7] * 7, 7, 0, 8, "most have begun the next one"),
         ([500, 500], 7, 2, 500, "two confirm each other: we were asleep"),
-        ([500, 499, 7], 7, 2, 500, "one step apart is confirmation"),
-        ([501, 499], 7, 2, 7, "two steps apart is none"),
+        ([501] * 5 + [500] * 4 + [7], 7, 2, 500, "we were asleep, and the others are about to step"),
+        ([500, 500, 7, 7], 7, 2, 7, "half is not most"),
+        ([500, 499, 7], 7, 2, 499, "what most have reached"),
+        ([501, 499], 7, 2, 499, "both have reached it"),
         ([10**6, 500, 499], 7, 2, 500, "the highest that is confirmed"),
         ([300], 0, 2, 300, "a newcomer has only one witness"),
         ([10**6, 300, 300], 0, 2, 300, "a newcomer among several believes the confirmed one"),
-        ([10**6, 300], 0, 2, 0, "a newcomer and two who disagree believes neither"),
+        ([10**9] * 2 + [300] * 7, 0, 2, 300, "a newcomer believes most, not the highest"),
+        ([10**6, 300], 0, 2, 300, "a newcomer and two who disagree: so far are both"),
         ([3, 2], 7, 2, 7, "we are ahead"),
         ([500], 7, 493, 500, "we slept long enough for it"),
     ],
@@ -89,6 +96,13 @@ def test_believed_epoch(epochs, own, advance, believed, why):
 def test_two_machines_of_one_account_do_not_confirm_each_other():
     assert believed_epoch([(10**8, "mallory"), (10**8, "mallory"), (7, "ada")], 7, 2) == 7
     assert believed_epoch([(500, "ada"), (500, "bob"), (7, "cleo")], 7, 2) == 500
+
+
+def test_peers_that_nobody_can_follow_confirm_what_others_claim_and_claim_nothing():
+    clients = [(500, "ada"), (500, "bob")]
+    assert believed_epoch([], 7, 2, clients) == believed_epoch([(7, "cleo")], 7, 2, clients) == 7
+    assert believed_epoch([(500, "cleo")], 7, 2, clients) == 500
+    assert believed_epoch([(10**9, "mallory"), (10**9, "trudy")], 7, 2, [(7, "ada"), (7, "bob")]) == 7
 
 
 @pytest.fixture
@@ -122,6 +136,15 @@ def test_the_tracker_counts_honest_peers_and_drops_lies(peer, tracker, people):
     assert 100 <= progress.samples_accumulated <= 140
     assert tracker.claims_dropped == len(lies)
     assert progress.eta_next_epoch - get_dht_time() < 1000.0
+
+
+def test_two_liars_among_many_do_not_confirm_each_other(tracker, people):
+    """Everybody would be behind for ever."""
+    claims = {one.subkey: entry(one.claims()) for one in people[:3]}
+    claims |= {one.subkey: entry(one.claims(epoch=10**9)) for one in people[3:]}
+    assert tracker._parse_swarm_progress_data(claims).epoch == 3
+    claims |= {one.subkey: entry(one.claims(epoch=500)) for one in people[:3]}
+    assert tracker._parse_swarm_progress_data(claims).epoch == 500, "and who has slept finds back"
 
 
 def test_a_lone_liar_does_not_climb(tracker, people):

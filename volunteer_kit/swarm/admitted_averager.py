@@ -16,6 +16,7 @@ from hivemind.proto import auth_pb2, averaging_pb2
 
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.introduction import IntroducedStub, Introductions
+from volunteer_kit.swarm.told_group import read_entry
 
 # s; p2pd resets a stream that the answering side closes first, and what the other has not read by then is lost: one
 # answer in a few hundred, with it a slice of the average or a place in the group. Who answers waits to be hung up on.
@@ -107,18 +108,18 @@ class AdmittedAverager(DecentralizedAverager):
         """May what a follower tells go to the whole group? Junk of one would break the round for all."""
         if len(gathered) > MAX_GATHERED_BYTES:
             return False
-        if self.doorkeeper.is_open:
-            return True
-        try:
-            _, _, user_data = self.serializer.loads(gathered)
-            words = self.serializer.loads(user_data)
-            return self.doorkeeper.show(words[1], peer_id) is None
-        except Exception:  # whatever a stranger's bytes make of the serializer
-            return False
+        entry = read_entry(gathered, self.serializer)
+        if entry is None or self.doorkeeper.is_open:
+            return entry is not None
+        return _has_token(entry.words) and self.doorkeeper.show(entry.words[1], peer_id) is None
 
     def _read_words(self, peer_id: PeerID, words: Any) -> Any:
         """What a member told, as a stranger says it; its token is noted."""
-        if not isinstance(words, (list, tuple)) or len(words) != 2 or not isinstance(words[1], bytes):
+        if not _has_token(words):
             return None
         self.doorkeeper.show(words[1], peer_id)
         return words[0]
+
+
+def _has_token(words: Any) -> bool:
+    return isinstance(words, (list, tuple)) and len(words) == 2 and isinstance(words[1], bytes)

@@ -9,6 +9,8 @@ round the members are equal to the last bit, and what they hold can be hashed an
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
@@ -26,6 +28,12 @@ from volunteer_kit.swarm.held_parts import HeldPartReducer, Reduce, RefusedPart,
 from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
 from volunteer_kit.swarm.traffic import Traffic
 
+# of a round's time: from when on nobody may keep the others waiting as long as it likes, until when all parts shall be
+# in, and until when a reducer's last answer is awaited. A line that takes 0.9 of it at an even pace is never cut
+LENIENT, ALL_SENT, ALL_ANSWERED = 0.5, 0.9, 0.96
+GRACE = 0.03  # of it, for all parts together, when there is no time left; a part may be here and not read yet
+TOO_SLOW = "parts so late that the others could not have ended in time"
+
 
 class SwarmAllReduce(AllReduceRunner):
     """hivemind's runner with checked parts, held reduction and equal answers. It yields averages, not differences.
@@ -36,6 +44,8 @@ class SwarmAllReduce(AllReduceRunner):
     :param out_of_step: members whose parts must not enter, with the reason; they are answered all the same
     :param lost_parts_are_zero: what stands for a part that no reducer answered: zero, or what we sent
     :param traffic: counts what is sent and received, and holds it below this peer's cap
+    :param round_timeout: s after which the round is given up; who is slower than that costs its own samples, or its
+        slice, and not the round. None: there is no such time
     """
 
     def __init__(
@@ -48,9 +58,11 @@ class SwarmAllReduce(AllReduceRunner):
         out_of_step: Mapping[PeerID, str] = MappingProxyType({}),
         lost_parts_are_zero: bool = False,
         traffic: Traffic | None = None,
+        round_timeout: float | None = None,
         **kwargs,
     ):
         super().__init__(compression=compression, **kwargs)
+        self._began, self._round_timeout = time.monotonic(), round_timeout
         self.traffic = traffic or Traffic()
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
@@ -111,18 +123,40 @@ class SwarmAllReduce(AllReduceRunner):
                 message = averaging_pb2.AveragingData(code=OTHER_GROUP)
             yield message
 
+    def _seconds_until(self, share: float) -> float | None:
+        """Of the round's time; None: there is no such time."""
+        return None if self._round_timeout is None else self._began + share * self._round_timeout - time.monotonic()
+
+    async def _handle_missing_senders(self) -> None:
+        await asyncio.gather(super()._handle_missing_senders(), self._drop_laggards())
+
+    async def _drop_laggards(self) -> None:
+        """Parts are reduced in order, so who gives each of its own just before its timeout would hold up everybody's.
+
+        From the middle of the round on, what time is left is shared out among the parts that are: so long is each
+        awaited, once half of the senders have given it. While half have not, it is the line or the round that is slow,
+        and nobody's fault.
+        """
+        reducer = self.tensor_part_reducer
+        if self._round_timeout is None:
+            return
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(reducer.finished.wait(), max(0.0, self._seconds_until(LENIENT)))
+        least = GRACE * self._round_timeout / max(1, reducer.num_parts)
+        for part_index in range(reducer.num_parts):
+            left = reducer.num_parts - part_index
+            late = await reducer.laggards(part_index, lambda n=left: max(least, self._seconds_until(ALL_SENT) / n))
+            for sender in {self.sender_peer_ids[index] for index in late} - {self.peer_id}:
+                self.refused.setdefault(sender, TOO_SLOW)
+                await self._ban_sender(sender)
+
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         if peer_id == self.peer_id:
             await self._reduce_own_parts()
             return
         peer_index = self.ordered_peer_ids.index(peer_id)
         try:
-            done_sending = asyncio.Event()
-            inputs = attach_event_on_finished(self._count_sent(self._generate_input_for_peer(peer_index)), done_sending)
-            stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(inputs)
-            if self.should_delay_results(self.peer_id):
-                await done_sending.wait()
-            await self._receive_averages(peer_id, peer_index, stream)
+            await asyncio.wait_for(self._exchange_with(peer_id, peer_index), self._seconds_until(ALL_ANSWERED))
         except BaseException as e:
             if isinstance(e, ToldOtherwise):
                 await self.told_otherwise(peer_id)
@@ -130,6 +164,14 @@ class SwarmAllReduce(AllReduceRunner):
             if not self.tensor_part_container.finished.is_set():
                 self.tensor_part_container.register_failed_reducer(peer_index)
             raise
+
+    async def _exchange_with(self, peer_id: PeerID, peer_index: int) -> None:
+        done_sending = asyncio.Event()
+        inputs = attach_event_on_finished(self._count_sent(self._generate_input_for_peer(peer_index)), done_sending)
+        stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(inputs)
+        if self.should_delay_results(self.peer_id):
+            await done_sending.wait()
+        await self._receive_averages(peer_id, peer_index, stream)
 
     def _limits_of(self, sender: PeerID) -> tuple[float, float | None]:
         """Of a member that is out of step nothing counts, and it may have been at its epoch for long."""

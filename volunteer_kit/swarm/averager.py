@@ -34,13 +34,16 @@ from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_in
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import (
-    LED_APART,
     MAX_GROUP_ID,
+    MISQUOTED,
     OTHER_GROUP,
+    UNUSABLE,
     LedApart,
     WaryMatchmaking,
     as_exchanged,
+    in_proportion,
     leaders_id,
+    read_entry,
 )
 from volunteer_kit.swarm.traffic import Traffic
 
@@ -77,6 +80,7 @@ class SwarmAverager(AdmittedAverager):
         self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
         self._split_groups: deque[bytes] = deque(maxlen=16)  # likewise
         super().__init__(*args, start=False, **kwargs)
+        self._exchange_timeout = self._allreduce_timeout  # of the exchange alone; to that the verification adds its own
         self._outer_pipe = Outbox(self._outer_pipe)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
@@ -112,7 +116,7 @@ class SwarmAverager(AdmittedAverager):
 
     @property
     def led_apart(self) -> int:
-        """Rounds that ended because the leader had told members different groups."""
+        """Rounds that ended because the leader had told members different groups, or a lie of us."""
         return self._led_apart.value
 
     async def _step(self, *, step: StepControl, **kwargs) -> None:
@@ -204,6 +208,8 @@ class SwarmAverager(AdmittedAverager):
         group_info = as_exchanged(group_info)
         try:
             modes, bandwidths, gathered = self._read_group(group_info)
+            if self._matchmaking.is_misquoted(leaders_id(group_info.group_id)):
+                raise LedApart(MISQUOTED)
             donors = frozenset(
                 peer for peer, mode in zip(group_info.peer_ids, modes, strict=True) if mode == AveragingMode.NODE
             )
@@ -213,7 +219,7 @@ class SwarmAverager(AdmittedAverager):
                 self._running_groups[group_info.group_id].cancel()  # nobody will send anything
             else:
                 fractions = await asyncio.get_running_loop().run_in_executor(
-                    None, load_balance_peers, self.total_size, bandwidths, min_vector_size
+                    None, load_balance_peers, self.total_size, in_proportion(bandwidths), min_vector_size
                 )
                 async with enter_asynchronously(self.get_tensors()) as tensors:
                     await self._run_allreduce_inplace_(
@@ -222,11 +228,11 @@ class SwarmAverager(AdmittedAverager):
             outcome.seconds = time.perf_counter() - started
             outcome.remarks |= self._remarks
             return outcome
-        except LedApart:
+        except LedApart as e:
             # who was told otherwise comes with another id of exchange, and would wait for our parts unless we said so
             self._split_groups.append(leaders_id(group_info.group_id))
             self._led_apart.value += 1
-            self._remarks[str(self._matchmaking.leader)] = LED_APART
+            self._remarks[str(self._matchmaking.leader)] = str(e)
             self._matchmaking.avoid(self._matchmaking.leader)
             raise
         except Exception as e:
@@ -244,13 +250,12 @@ class SwarmAverager(AdmittedAverager):
         for peer_id, data in zip(group_info.peer_ids, group_info.gathered, strict=True):
             if len(data) > MAX_GATHERED_BYTES:
                 raise AllreduceException(f"{peer_id} told its group {len(data)} bytes")
-            bandwidth, mode, user_data = self.serializer.loads(data)
-            told = self._read_words(peer_id, self.serializer.loads(user_data))
-            if peer_id != self.peer_id:
+            entry = read_entry(data, self.serializer) or UNUSABLE
+            gathered[peer_id] = self._read_words(peer_id, entry.words)
+            if peer_id != self.peer_id and entry is not UNUSABLE:
                 self.doorkeeper.check(peer_id, "group")
-            modes.append(AveragingMode(mode))
-            bandwidths.append(0.0 if modes[-1] == AveragingMode.CLIENT else bandwidth)
-            gathered[peer_id] = told
+            modes.append(entry.mode)
+            bandwidths.append(0.0 if entry.mode == AveragingMode.CLIENT else entry.bandwidth)
         return tuple(modes), bandwidths, gathered
 
     def _make_runner(self, **kwargs) -> SwarmAllReduce:
@@ -274,6 +279,7 @@ class SwarmAverager(AdmittedAverager):
             out_of_step=outcome.out_of_step(),
             lost_parts_are_zero=self.lost_parts_are_zero,
             traffic=self.traffic,
+            round_timeout=self._exchange_timeout,
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)

@@ -89,6 +89,7 @@ class ConvictionKeeper:
 
     def look(self) -> None:
         now = time.monotonic()
+        self._board.retry()
         present = self._look_who_is_present(now)
         found = self._board.fetch(lambda accused, signers: self._is_convicted(accused, signers, present))
         standing = {accused: said for accused, said in found.items() if self._is_convicted(accused, said, present)}

@@ -12,6 +12,7 @@ key of one who is accused by few is never fetched. So a minority can neither con
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -145,31 +146,47 @@ class ConvictionBoard:
         signer = RSASignatureValidator()
         self._own_subkey = signer.local_public_key
         self._own: dict[PeerID, list[Strike]] = {}  # the newest last
+        self._stores: dict[str, Future] = {}  # by key, the last of each
+        self._busy = threading.Lock()  # held while what is ours changes: one thread publishes, another renews
         dht.add_validators([signer])
 
     def publish(self, accused: PeerID, strikes: Iterable[Strike]) -> Future | None:
         """We convict this peer, for these strikes, in place of those that we gave before; those are left out that
         moderators have set aside. Waits for nothing.
 
-        :returns: a future of whether it was stored; None if no strike is left
+        :returns: a future of whether it was stored (`retry` looks after it); None if no strike is left
         """
         kept = sorted((one for one in strikes if self._counts(one, accused)), key=lambda one: one.at)[-MAX_STRIKES:]
         if not kept:
             return None
-        others = {peer: of_peer for peer, of_peer in list(self._own.items()) if peer != accused}
-        self._own = dict([*others.items(), (accused, kept)][-MAX_ACCUSED:])
-        self._store_index()
-        return self._store(accused_key(self.run_key, accused), Conviction(peer_id=self._own_id, strikes=kept))
+        with self._busy:
+            others = {peer: of_peer for peer, of_peer in self._own.items() if peer != accused}
+            self._own = dict([*others.items(), (accused, kept)][-MAX_ACCUSED:])
+            self._store_index()
+            return self._store_strikes(accused)
 
     def renew(self) -> None:
         """Store ours again, without what was set aside meanwhile; to be called well within `lifetime`."""
-        if not self._own:
-            return
-        own = {peer: [one for one in kept if self._counts(one, peer)] for peer, kept in list(self._own.items())}
-        self._own = own = {peer: kept for peer, kept in own.items() if kept}
-        self._store_index()
-        for accused, strikes in own.items():
-            self._store(accused_key(self.run_key, accused), Conviction(peer_id=self._own_id, strikes=strikes))
+        with self._busy:
+            if not self._own:
+                return
+            own = {peer: [one for one in kept if self._counts(one, peer)] for peer, kept in self._own.items()}
+            self._own = {peer: kept for peer, kept in own.items() if kept}
+            self._store_index()
+            for accused in self._own:
+                self._store_strikes(accused)
+
+    def retry(self) -> None:
+        """Store again what could not be stored: no node of the DHT was reached, or the line was down. To be called
+        every few seconds: what the others do not read they do not honour."""
+        with self._busy:
+            failed = {key for key, future in self._stores.items() if _has_failed(future)}
+            self._stores = {key: future for key, future in self._stores.items() if not future.done()}
+            if index_key(self.run_key) in failed:
+                self._store_index()
+            for accused in self._own:
+                if accused_key(self.run_key, accused) in failed:
+                    self._store_strikes(accused)
 
     def fetch(self, is_worthwhile: IsWorthwhile = lambda accused, signers: True) -> dict[PeerID, Said]:
         """Accused -> signer -> its strikes, signed by who they say, of signers that may take part.
@@ -204,9 +221,15 @@ class ConvictionBoard:
         packed = b"".join(peer.to_bytes() for peer in self._own)
         self._store(index_key(self.run_key), Convicted(peer_id=self._own_id, accused=packed))
 
+    def _store_strikes(self, accused: PeerID) -> Future:
+        record = Conviction(peer_id=self._own_id, strikes=self._own[accused])
+        return self._store(accused_key(self.run_key, accused), record)
+
     def _store(self, key: str, record: BaseModel) -> Future:
         expires = get_dht_time() + self.lifetime
-        return self.dht.store(key, record.dict(), expires, subkey=self._own_subkey, return_future=True)
+        future = self.dht.store(key, record.dict(), expires, subkey=self._own_subkey, return_future=True)
+        self._stores[key] = future
+        return future
 
     def _fetch_index(self) -> dict[PeerID, set[PeerID]]:
         """Accused -> those who list it."""
@@ -233,6 +256,10 @@ class ConvictionBoard:
         pardoned = self.dht.admission.pardoned_at(accused) if isinstance(self.dht, LeanDHT) else 0.0
         is_of_now = max(pardoned, now - FORGOTTEN_AFTER) < strike.at < now + TOO_EARLY
         return strike.accused == accused.to_bytes() and is_of_now
+
+
+def _has_failed(store: Future) -> bool:
+    return store.done() and (store.cancelled() or store.exception() is not None or not store.result())
 
 
 def _entries(found: ValueWithExpiration | None) -> Iterable[tuple[Any, Any]]:

@@ -84,6 +84,7 @@ class HeldPartReducer:
         self._answers: list[asyncio.Future] = [asyncio.get_running_loop().create_future() for _ in shapes]
         self._next_part = [0] * num_senders  # of each sender
         self._failed: set[int] = set()
+        self._by_half = [asyncio.Event() for _ in shapes]  # of each part: at least half of the senders have given it
         self._given: dict[int, tuple[int, float, bool]] = {}  # parts that entered, weight, is any value not zero
         self.too_long: set[int] = set()  # senders of parts that were scaled down
         self.finished = asyncio.Event()
@@ -116,6 +117,15 @@ class HeldPartReducer:
             for part_index in range(self._next_part[sender], self.num_parts):
                 self._reduce_if_complete(part_index)
 
+    async def laggards(self, part_index: int, patience: Callable[[], float]) -> list[int]:
+        """Who has not given a part that at least half have. Waits until these have, for as long as it takes, and then
+        `patience()` s for the others."""
+        await self._by_half[part_index].wait()
+        answer = self._answers[part_index]
+        await asyncio.wait({answer}, timeout=patience())
+        late = (s for s in range(self.num_senders) if s not in self._failed and self._next_part[s] <= part_index)
+        return [] if answer.done() else list(late)
+
     @property
     def weights(self) -> dict[int, float]:
         """Senders that gave all parts of the slice, with their weight. Who gave zeros gave nothing."""
@@ -126,6 +136,8 @@ class HeldPartReducer:
         answer = self._answers[part_index]
         expected = self.num_senders - sum(self._next_part[sender] <= part_index for sender in self._failed)
         held = self._held[part_index]
+        if 2 * len(held) >= expected:
+            self._by_half[part_index].set()
         if answer.done() or len(held) < expected:
             return
         senders = [sender for sender in sorted(held) if held[sender][0] is not None]
@@ -154,6 +166,7 @@ class HeldPartReducer:
             if not answer.done():
                 answer.set_exception(why)
                 answer.exception()  # nobody may be waiting for it
+        self._await_no_half()
 
     def finalize(self) -> None:
         """Drop what is held and wake whoever waits."""
@@ -161,4 +174,9 @@ class HeldPartReducer:
             if not answer.done():
                 answer.cancel()
         self._held = [{} for _ in self.shapes]
+        self._await_no_half()
         self.finished.set()
+
+    def _await_no_half(self) -> None:
+        for event in self._by_half:
+            event.set()

@@ -56,29 +56,41 @@ def is_plausible(claim: LocalTrainingProgress, limits: Limits, now: float, lifet
     )
 
 
-def believed_epoch(claims: Iterable[tuple[int, Hashable]], own_epoch: int, max_advance: int) -> int:
-    """The swarm's epoch from what peers claim: the highest that time allows or another account confirms.
+def believed_epoch(
+    claims: Iterable[tuple[int, Hashable]],
+    own_epoch: int,
+    max_advance: int,
+    of_clients: Iterable[tuple[int, Hashable]] = (),
+) -> int:
+    """The swarm's epoch from what peers claim: the highest that time allows, or that most accounts have reached.
 
-    One peer that claims a million would otherwise be everybody's `global_epoch`, and nobody would average again.
+    One peer that claims a million would otherwise be everybody's `global_epoch`, and nobody would average again; and so
+    would two, if two were enough to confirm each other. What most say is believed whatever our clock says: it stands
+    still in a laptop that sleeps.
 
     :param claims: (epoch, account) of the other peers, each plausible by itself
     :param own_epoch: where we are
     :param max_advance: epochs that can have passed since we last knew
+    :param of_clients: likewise, of peers that nobody can follow: they confirm what others claim, or do not
     """
-    claims = sorted(claims, key=lambda claim: -claim[0])
-    for i, (epoch, account) in enumerate(claims):
-        confirmed = any(epoch - other <= 1 and other > own_epoch and by != account for other, by in claims[i + 1 :])
-        only_witness = len(claims) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
+    claims = list(claims)
+    reached: dict[Hashable, int] = {}
+    for epoch, account in (*claims, *of_clients):
+        reached[account] = max(epoch, reached.get(account, epoch))
+    only_witness = len(reached) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
+    for epoch in sorted({epoch for epoch, _ in claims}, reverse=True):
+        there = sum(epoch <= other for other in reached.values())
+        confirmed = there > 1 and 2 * there > len(reached)
         if epoch <= own_epoch + max_advance or confirmed or only_witness:
             return max(own_epoch, epoch)
     return own_epoch
 
 
 def epochs_ahead(seconds: float, durations: Sequence[float], min_epoch_seconds: float) -> int:
-    """How far ahead of us one account alone can be believed to be, `seconds` after our epoch began.
+    """How far ahead of us a few accounts can be believed to be, `seconds` after our epoch began.
 
-    One that claims the next epoch makes everybody end theirs at once, with the samples of a moment. Two accounts are
-    believed as soon as they say it, and one alone when the epoch has lasted PACE of what the last ones did.
+    One that claims the next epoch makes everybody end theirs at once, with the samples of a moment. Most accounts are
+    believed as soon as they say it, and fewer when the epoch has lasted PACE of what the last ones did.
 
     :param durations: s, of the last epochs; while none is known the shortest that a run can have
     """
@@ -108,8 +120,8 @@ class PacedEvent(threading.Event):
 class SwarmProgressTracker(ProgressTracker):
     """hivemind's tracker, believing only what can be true. `claims_dropped` counts the rest.
 
-    Samples count as far as their claimant's device and its earlier claims make them believable; and an epoch that one
-    account alone says has begun, when nearly as much time has passed as the last ones took.
+    Samples count as far as their claimant's device and its earlier claims make them believable; and an epoch that only
+    a few accounts say has begun, when nearly as much time has passed as the last ones took.
 
     hivemind signs and stores a record after every microbatch, 20 a second on a small model; here one a
     `report_period`, and at once when the epoch changes. Between two the others extrapolate by speed.
@@ -254,13 +266,11 @@ class SwarmProgressTracker(ProgressTracker):
         own_epoch, since = self._own_epoch
         possible = epochs_ahead(time.monotonic() - since, (), self.limits.min_epoch_seconds)
         max_advance = epochs_ahead(time.monotonic() - since, self._durations, self.limits.min_epoch_seconds)
-        others = [
-            (c.epoch, self._account_of(c.peer_id))
-            for c, _ in kept.values()
-            if c.peer_id != own_id and not c.client_mode
-        ]
+        others, clients = [], []
+        for claim in (claim for claim, _ in kept.values() if claim.peer_id != own_id):
+            (clients if claim.client_mode else others).append((claim.epoch, self._account_of(claim.peer_id)))
         self.highest_claim = max((epoch for epoch, _ in others), default=0)
-        believed = believed_epoch(others, own_epoch, max_advance)
+        believed = believed_epoch(others, own_epoch, max_advance, clients)
         # a peer in client mode does not make the epoch, but may be the first to begin the next one
         here = own_epoch + possible if self._durations else believed
         trusted = {

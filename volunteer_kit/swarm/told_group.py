@@ -3,26 +3,42 @@
 Members share out the tensors by the leader's list: peer ids, and of each what it gathered (bandwidth, mode, words). The
 leader is a stranger, and could give each member another list; two who cut the tensors at different places would then
 average one's weights with the other's biases. So members exchange parts under an id made of all that they were told:
-who was told something else finds no group here, and both learn it from the answer.
+who was told something else finds no group here, and both learn it from the answer. A lie that it tells everybody is
+seen by the one that it is about, who knows what it had told.
+
+What a member told is a stranger's word, too. A leader lets nobody in whose word nobody could use; and whoever reads
+such a word all the same takes its member for one that neither sends nor reduces, as all others do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any
 
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
+from hivemind.utils.serializer import SerializerBase
 
 LED_APART = "the leader told members different groups"
+MISQUOTED = "the leader told the group something else of us than we had told it"
 # what a member answers that runs a group of other words at this moment; who has just left any answers BAD_GROUP_ID
 OTHER_GROUP = averaging_pb2.PROTOCOL_VIOLATION
 MAX_GROUP_ID = 64  # bytes; hivemind's have 20
 DIGEST_SIZE = 16
 AVOIDED_FOR = 300.0  # s that a leader is not followed again; it may still take part
+MIN_BANDWIDTH, MAX_BANDWIDTH = 1e-3, 1e12  # in any unit that somebody may take, and load balancing can calculate with
+# times the usual bandwidth: what more counts as, and who has less reduces nothing. hivemind's load balancing gives one
+# that has n - 1 times as much as the n - 1 others the whole vector: of three members, one that says twice
+FASTEST, SLOWEST = 1.5, 1e-4
 
 
 class ToldOtherwise(AllreduceException):
@@ -30,10 +46,57 @@ class ToldOtherwise(AllreduceException):
 
 
 class LedApart(MatchmakingException):
-    """Too many were. Nothing of the round is applied; hivemind looks for another group."""
+    """Too many were, or the leader told the group a lie of us. Nothing of the round is applied; hivemind looks for
+    another group."""
 
     def __init__(self, why: str = LED_APART):
         super().__init__(why)
+
+
+# --- what a member tells ---
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one member tells its group of itself; see DecentralizedAverager.step."""
+
+    bandwidth: float | None  # None: as much as the others have
+    mode: AveragingMode
+    words: Any
+
+
+UNUSABLE = Entry(0.0, AveragingMode.AUX, None)  # neither sends nor reduces
+
+
+def read_entry(data: bytes, serializer: type[SerializerBase]) -> Entry | None:
+    """None: no group could use it."""
+    try:
+        bandwidth, mode, user_data = serializer.loads(data)
+        words = serializer.loads(user_data)
+    except Exception:  # whatever a stranger's bytes make of the serializer
+        return None
+    if type(mode) is not int or mode not in (known.value for known in AveragingMode):
+        return None
+    if bandwidth is not None and not _is_bandwidth(bandwidth):
+        return None
+    return Entry(bandwidth, AveragingMode(mode), words)
+
+
+def _is_bandwidth(told: Any) -> bool:
+    return type(told) in (int, float) and (told == 0 or MIN_BANDWIDTH <= told <= MAX_BANDWIDTH)
+
+
+def in_proportion(bandwidths: Sequence[float | None]) -> list[float | None]:
+    """As multiples of what is usual in the group, the median. Nobody reduces nearly everything because it says that it
+    can: more than FASTEST times as much counts as so much."""
+    known = [bandwidth for bandwidth in bandwidths if bandwidth]
+    if not known:
+        return list(bandwidths)
+    shares = [None if bandwidth is None else bandwidth / median_low(known) for bandwidth in bandwidths]
+    return [share if share is None else 0.0 if share < SLOWEST else min(share, FASTEST) for share in shares]
+
+
+# --- what a leader told of them ---
 
 
 def exchange_id(group: GroupInfo) -> bytes:
@@ -64,17 +127,23 @@ def is_split(group_size: int, otherwise: int) -> bool:
 
 
 class WaryMatchmaking(Matchmaking):
-    """hivemind's, which knows who led the last group, and does not follow again who led us apart."""
+    """hivemind's, which knows who led the last group, and whether it passed on what we had told; and which does not
+    follow again who led us apart."""
 
     leader: PeerID | None = None
 
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
+        self._misquoted: deque[bytes] = deque(maxlen=16)  # ids of groups
         super().__init__(*args, **kwargs)
 
     def avoid(self, leader: PeerID) -> None:
         if leader != self.peer_id:
             self._avoided[leader] = time.monotonic() + AVOIDED_FOR
+
+    def is_misquoted(self, group_id: bytes) -> bool:
+        """Did the leader of this group say of us what we had not told it?"""
+        return group_id in self._misquoted
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         if self._avoided.get(leader, 0.0) > time.monotonic():
@@ -87,4 +156,7 @@ class WaryMatchmaking(Matchmaking):
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
         self.leader = leader
-        return await super().follower_assemble_group(leader, msg)
+        group = await super().follower_assemble_group(leader, msg)
+        if group.gathered[group.peer_ids.index(self.peer_id)] != self.step_control.data_for_gather:
+            self._misquoted.append(group.group_id)
+        return group
