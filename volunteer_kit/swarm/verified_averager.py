@@ -19,10 +19,12 @@ from hivemind.utils.logging import get_logger
 from volunteer_kit.robust.btard import Verifier
 from volunteer_kit.robust.messages import Duty, Samples
 from volunteer_kit.robust.standing import Settings
+from volunteer_kit.robust.verified_round import VerifiedRound
 from volunteer_kit.swarm.agreement import apart, read_told
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.broadcast import Boards
+from volunteer_kit.swarm.kept_waiting import KeptWaiting
 from volunteer_kit.swarm.options import STAGE_SHARE, STAGES
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.verified_allreduce import EncodedParts, VerifiedAllReduce
@@ -47,6 +49,7 @@ class VerifiedAverager(SwarmAverager):
         self._exchanges: OrderedDict[bytes, VerifiedExchange] = OrderedDict()
         self._verifier: Verifier | None = None
         self._proving: set[asyncio.Task] = set()
+        self._kept_waiting = KeptWaiting()
         super().__init__(*args, start=False, **kwargs)
         self._patience = STAGE_SHARE * (self._allreduce_timeout or NO_TIMEOUT)  # s, for one stage
         if verification is not None and self._allreduce_timeout is not None:
@@ -161,6 +164,16 @@ class VerifiedAverager(SwarmAverager):
         )
         await self._verify(exchange, tensors, outcome)
 
+    def _can_be_told_on(self, gathered: bytes, peer_id: PeerID) -> bool:
+        return not self._kept_waiting.is_refused(peer_id) and super()._can_be_told_on(gathered, peer_id)
+
+    def _note_who_is_silent(self, round_: VerifiedRound) -> None:
+        silent = {peer for place, peer in enumerate(round_.group) if place not in round_.statements}
+        if not round_.void:
+            self._kept_waiting.note(silent - {self.peer_id})
+        for peer in filter(self._kept_waiting.is_refused, silent):
+            self._matchmaking.avoid(peer)
+
     def _see_proofs(self) -> None:
         """Of the accusations that have just come: beside the exchange, for an accuser that does not answer must not
         keep the group waiting."""
@@ -192,6 +205,7 @@ class VerifiedAverager(SwarmAverager):
         verifier = self.verifier
         try:
             await exchange.verify(self._runner, tensors)
+            self._note_who_is_silent(exchange.round)
         except Exception as error:
             logger.warning(f"This round was not verified: {error!r}")
             exchange.round.void = repr(error)[:200]
