@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import msgpack
 import pytest
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
 from volunteer_kit.auth.access_token import peer_id_of_key
 from volunteer_kit.robust.messages import Commit
-from volunteer_kit.swarm.broadcast import Boards, tell_all
+from volunteer_kit.swarm.broadcast import MAX_WAITING, MAX_WAITING_EACH, Boards, tell_all
 from volunteer_kit.swarm.verify_wire import COMMIT, seal
 
 ROUND, PATIENCE = b"a round", 0.5
@@ -103,3 +104,103 @@ def test_the_first_word_counts():
         return board.stages[COMMIT].messages[PEERS[3]].weight
 
     assert asyncio.run(run()) == 1.0
+
+
+# --- time ---
+
+
+async def timed(network: Network, member: int) -> tuple[set[int], float]:
+    began = asyncio.get_running_loop().time()
+    heard = await network.tell(member)
+    return {PEERS.index(peer) for peer in heard}, asyncio.get_running_loop().time() - began
+
+
+@pytest.mark.parametrize("how", ["listens", "does not know of the round", "hangs"])
+@pytest.mark.parametrize("mute", range(3))
+def test_who_can_be_called_and_says_nothing_costs_the_others_no_more_than_their_patience(mute, how, monkeypatch):
+    """Members that can be called (0 to 2) and those that ask them (3 and 4): and all hear all others."""
+    patience = 1.0
+    monkeypatch.setattr("tests.test_broadcast.PATIENCE", patience)
+
+    async def never(*_):
+        await asyncio.sleep(60)
+
+    async def run():
+        network = Network()
+        if how == "listens":
+            network.boards[mute].open(ROUND, PEERS)
+        elif how == "hangs":
+            network.boards[mute].answer = never
+        others = [member for member in range(5) if member != mute]
+        found = await asyncio.gather(*(timed(network, member) for member in others))
+        return dict(zip(others, found, strict=True))
+
+    for member, (heard, took) in asyncio.run(run()).items():
+        assert heard == set(range(5)) - {mute}, member
+        assert took <= 1.3 * patience, member
+
+
+def test_who_passes_nothing_on_costs_no_more_either():
+    """Member 0 says nothing; member 1 hangs when it is asked for what others have told."""
+
+    async def run():
+        network = Network()
+        answer = network.boards[1].answer
+
+        async def stingy(request, caller, patience):
+            if not request.tensor_part.buffer:
+                await asyncio.sleep(60)
+            return await answer(request, caller, patience)
+
+        network.boards[1].answer = stingy
+        return await asyncio.gather(*(timed(network, member) for member in range(1, 5)))
+
+    for heard, took in asyncio.run(run()):
+        assert heard == {1, 2, 3, 4}
+        assert took <= 1.3 * PATIENCE
+
+
+def test_who_is_heard_at_once_keeps_nobody_waiting():
+    async def run():
+        network = Network()
+        return await asyncio.gather(*(timed(network, member) for member in range(5)))
+
+    assert all(heard == set(range(5)) and took < PATIENCE / 2 for heard, took in asyncio.run(run()))
+
+
+def request(round_id: bytes, word: bytes = b"") -> averaging_pb2.DownloadData:
+    metadata = msgpack.packb([round_id, COMMIT, False], use_bin_type=True)
+    return averaging_pb2.DownloadData(metadata=metadata, tensor_part=runtime_pb2.Tensor(buffer=word))
+
+
+def test_one_caller_cannot_fill_the_waiting_places_of_all():
+    async def run():
+        boards = Boards()
+        flood = [asyncio.create_task(boards.answer(request(b"%d" % i), PEERS[4], PATIENCE)) for i in range(1100)]
+        await asyncio.sleep(0.01)
+        assert len(boards._opened) == MAX_WAITING_EACH < MAX_WAITING
+        word = seal(KEYS[0], ROUND, COMMIT, Commit(7.0, b"", b"", b""))
+        early = asyncio.create_task(boards.answer(request(ROUND, word), PEERS[0], PATIENCE))
+        await asyncio.sleep(0.01)
+        board = boards.open(ROUND, PEERS)
+        await early
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        assert not boards._waiting, "who waits no longer has its places back"
+        return board.stages[COMMIT].messages[PEERS[0]].weight
+
+    assert asyncio.run(run()) == 7.0
+
+
+def test_who_calls_and_hangs_up_does_not_fill_them_either():
+    async def run():
+        boards = Boards()
+        for i in range(20):
+            call = asyncio.create_task(boards.answer(request(b"%d" % i), PEERS[4], PATIENCE))
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        return len(boards._opened)
+
+    assert asyncio.run(run()) <= MAX_WAITING_EACH

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from volunteer_kit.robust.checks import Check
 from volunteer_kit.robust.messages import Accusation, Duty, Event, News, Report
 from volunteer_kit.robust.standing import CAUSES, Peer, Settings, Standing, Strike
 from volunteer_kit.robust.verified_round import MAX_NEWS, VerifiedRound
+
+MET_WITHIN = 8  # rounds; who was not in any of them has gone
 
 
 class Verifier:
@@ -66,6 +68,9 @@ class Verifier:
         self._told_banned: dict[Peer, None] = {}
         self.measured: deque[float] = deque(maxlen=10_000)  # mismatches found, for calibration
         self._rounds: OrderedDict[bytes, VerifiedRound] = OrderedDict()
+        self.last_seen_through: VerifiedRound | None = None
+        self._met: dict[Hashable, int] = {}  # account of a trusted elector -> our last round with it
+        self._begun = 0  # rounds
         self._news: list[News] = []
 
     def begin(
@@ -73,10 +78,32 @@ class Verifier:
     ) -> VerifiedRound:
         """:param apart: members that hold another model than most. What they computed on it nobody else can compute: it
         does not enter, and they are neither looked at nor asked"""
+        self._begun += 1
         this = self._rounds[round_id] = VerifiedRound(self, round_id, epoch, group, apart)
         while len(self._rounds) > self.settings.patience + 1:
             self._forget(*self._rounds.popitem(last=False))
         return this
+
+    def meet_electors(self, peers: Iterable[Peer]) -> None:
+        """They are trusted, and trained in this round."""
+        self._met |= dict.fromkeys(map(self.account_of, peers), self._begun)
+        self._met = {account: last for account, last in self._met.items() if self._begun - last < MET_WITHIN}
+
+    def accounts_met(self) -> int:
+        """Accounts that could have a vote, if they were here."""
+        return len(self._met)
+
+    def compare_statements(self, latest: VerifiedRound) -> None:
+        """What members stated in the round before, as each has heard it, has come with the commitments of this one."""
+        words: dict[bytes, dict[int, tuple[bytes, ...]]] = {}
+        for place, commit in latest.commits.items():
+            before = self._rounds.get(commit.of)
+            if before is not None and latest.group[place] in before.group:
+                words.setdefault(commit.of, {})[before.group.index(latest.group[place])] = commit.stated
+        for round_id, said in words.items():
+            before = self._rounds[round_id]
+            if before is not latest and before.docket is not None and not before.is_compared:
+                before.compare_statements(said)
 
     def close_suspects(self, latest: VerifiedRound) -> None:
         """What accusers had to say of earlier rounds has come with the commitments of this one. Who stays away for half

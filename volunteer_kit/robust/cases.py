@@ -16,12 +16,14 @@ class Case:
     :param accused: its place in the group
     :param jury: places of those whose votes count
     :param accuser: who is wrong if the accused is not; -1: nobody
+    :param least: votes that a verdict needs at least
     """
 
     accused: int
     cause: Cause
     jury: frozenset[int]
     accuser: int = -1
+    least: int = 0
     votes: dict[int, Vote] = field(default_factory=dict)
     closed: bool = False
 
@@ -41,7 +43,7 @@ class Case:
     @property
     def is_decided(self) -> bool:
         """More than half of all who had to vote say the same; who stays away helps nobody."""
-        return 2 * max(self.guilty, self.innocent) > len(self.jury)
+        return max(self.guilty, self.innocent) >= max(self.least, len(self.jury) // 2 + 1)
 
     @property
     def measure(self) -> float:
@@ -53,21 +55,27 @@ class Case:
         """Validators whose reports more than half of the jury found wrong -> how many did."""
         named = [place for vote in self.votes.values() for place in vote.liars]
         counts = {place: named.count(place) for place in set(named)}
-        return {place: count for place, count in counts.items() if 2 * count > len(self.jury)}
+        return {place: count for place, count in counts.items() if count >= max(self.least, len(self.jury) // 2 + 1)}
 
 
 class Docket:
     """The cases of one round."""
 
-    def __init__(self, draw: Callable[[int, Collection[int]], frozenset[int]], electors: Collection[int]):
-        """:param draw: (accused, electors) -> jury; :param electors: places of members that trained in the round"""
-        self._draw, self._electors = draw, frozenset(electors)
+    def __init__(
+        self, draw: Callable[[int, Collection[int]], frozenset[int]], electors: Collection[int], least: int = 0
+    ):
+        """:param draw: (accused, electors) -> jury; :param electors: places of members that trained in the round
+        :param least: votes that everybody's verdict needs: a leader that shows members one half of the others only must
+            not make a majority of its accomplices"""
+        self._draw, self._electors, self._least = draw, frozenset(electors), least
         self.cases: dict[tuple[int, Cause, int], Case] = {}
 
     def open(self, accused: int, cause: Cause, accuser: int = -1) -> Case:
         key = (accused, cause, accuser)
         if key not in self.cases:
-            self.cases[key] = Case(accused, cause, self._draw(accused, self._electors - {accused, accuser}), accuser)
+            electors = self._electors - {accused, accuser}
+            jury = self._draw(accused, electors)
+            self.cases[key] = Case(accused, cause, jury, accuser, self._least if jury == electors else 0)
         return self.cases[key]
 
     def find(self, accused: int, cause: Cause, accuser: int = -1) -> Case | None:

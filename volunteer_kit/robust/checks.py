@@ -9,7 +9,7 @@ import numpy as np
 
 from volunteer_kit.robust.draw import Range
 from volunteer_kit.robust.messages import Samples, Statement
-from volunteer_kit.robust.reducing import SUMS
+from volunteer_kit.robust.reducing import DISTANCE, SUMS
 from volunteer_kit.robust.sketch import mismatch
 
 
@@ -63,6 +63,7 @@ def _reducers(parts: Sequence[Part]) -> list[int]:
 def is_statement(statement: Statement, shape: tuple[int, int], members: int) -> bool:
     """Are its numbers such as a statement of this shape, in a group of so many, can have?"""
     numbers = statement.numbers
-    if len(statement.heard) != members:
+    if len(statement.heard) != members or numbers.shape != shape:
         return False
-    return numbers.shape == shape and bool(np.isfinite(numbers).all()) and bool((numbers[:, :SUMS] >= 0).all())
+    known = np.delete(numbers, DISTANCE, axis=1)  # the distance to an answer of 1e38 is more than float32 can say
+    return bool(np.isfinite(known).all() and (numbers[:, :SUMS] >= 0).all())

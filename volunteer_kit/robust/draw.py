@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from math import comb
+from statistics import median_low
 from typing import NamedTuple
 
 NONCE_SIZE = 16  # bytes
@@ -47,16 +48,23 @@ def uniform(seed: bytes, purpose: bytes, *places: int) -> float:
     return int.from_bytes(drawn, "little") / 2**64
 
 
+def chances(weights: Mapping[int, float], share: float) -> dict[int, float]:
+    """With which a member's contribution is computed again: `share`, and more for who weighs more than the median, by
+    as much: who claims to have done twelve times the work is looked at within two rounds."""
+    usual = median_low(weights.values()) if weights else 1.0
+    return {place: min(1.0, share * max(1.0, weight / usual)) for place, weight in weights.items()}
+
+
 def draw_by_chance(
-    round_id: bytes, nonces: Mapping[int, bytes], members: Collection[int], share: float
+    round_id: bytes, nonces: Mapping[int, bytes], chance_of: Mapping[int, float]
 ) -> frozenset[int]:
-    """Whose whole contribution is computed again: each of `members` with chance `share`, by the others' numbers."""
+    """Whose whole contribution is computed again, each with its chance, by the others' numbers."""
 
     def fate(place: int) -> float:
         others = {other: nonce for other, nonce in nonces.items() if other != place}
         return uniform(joint_seed(round_id, others), b"target", place)
 
-    return frozenset(place for place in members if fate(place) < share)
+    return frozenset(place for place, chance in chance_of.items() if fate(place) < chance)
 
 
 def draw_turns(seed: bytes, members: Collection[int], due: Collection[int]) -> frozenset[int]:

@@ -120,6 +120,8 @@ class Commit:
     :param bans: of them, those that it has seen convicted
     :param due: those whose last check came to nothing
     :param news: what has been found since the last round
+    :param of: the last round that this member went through; :param stated: digest of each member's Statement there, as
+        this one heard it, b"" for none
     """
 
     weight: float
@@ -130,6 +132,8 @@ class Commit:
     bans: frozenset[int] = frozenset()
     due: frozenset[int] = frozenset()
     news: tuple[News, ...] = ()
+    of: bytes = b""
+    stated: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from volunteer_kit.robust.cases import Docket
 from volunteer_kit.robust.checks import Check, Part
+from volunteer_kit.robust.disputes import at_fault
 from volunteer_kit.robust.messages import Accusation, Commit, Duty, Report, Reveal, Statement, Vote
 from volunteer_kit.robust.reducing import differs
 from volunteer_kit.robust.standing import Peer
@@ -41,6 +42,10 @@ class RoundVerdicts:
         self.suspects: dict[int, list[int]] = {}  # reducers -> parts that are off
         self._excused: set[int] = set()  # of them, those that had accused a sender
         self._parts: Sequence[Part] = ()  # of the vector
+        self._answers = np.zeros((0, 0))  # to us, their lengths and sketches
+        self._contested: set[int] = set()  # members of whom not all have heard the same
+        self._deaf: set[int] = set()  # of those who heard something else than most, who heard other commitments
+        self.is_compared = False  # have we compared what members stated?
 
     @property
     def _told(self) -> Told:
@@ -49,6 +54,33 @@ class RoundVerdicts:
     def _voices(self, places: Collection[int]) -> frozenset[int]:
         """One place of each account: who brings many peers has one vote."""
         return frozenset({self._accounts[place]: place for place in sorted(places, reverse=True)}.values())
+
+    def compare_statements(self, words: Mapping[int, Sequence[bytes]]) -> None:
+        """Who stated one thing to a reducer and another to the others could have it struck for an honest answer.
+
+        :param words: of members, what they heard of each
+        """
+        self.is_compared = True
+        claims = self._told.heard_otherwise({p: said for p, said in words.items() if len(said) == len(self.group)})
+        self._contest(claims, len(words))
+
+    def _contest(self, claims: Collection[tuple[int, int]], hearers: int) -> None:
+        self._contested |= {author for _, author in claims}
+        self._lose_standing(claims, hearers, self.trusted, "it and another member disagree about what was told")
+
+    def _lose_standing(
+        self, claims: Collection[tuple[int, int]], members: int, others: Collection[int], why: str, alone: str = ""
+    ) -> None:
+        """Of each two whose words cannot both be true. An account is one, with all of its peers.
+
+        :param claims: (member, other); :param members: how many could be at odds with an other
+        """
+        one_of = {account: place for place, account in reversed(list(enumerate(self._accounts)))}
+        first = [one_of[account] for account in self._accounts]
+        claims = {(first[member], first[other]) for member, other in claims}
+        for pair in at_fault(claims, members - 1, len({first[other] for other in others}) - 1):
+            for place in (place for place in range(len(self.group)) if first[place] in pair):
+                self._verifier.suspend(self.group[place], self.epoch, why if len(pair) > 1 else alone or why)
 
     def _duty(self, kind: str, check: Check, ranges: tuple[tuple[int, int], ...], part: int = 0) -> Duty:
         about = (self.round_id, self.epoch, check.target, check.samples)
@@ -117,8 +149,13 @@ class RoundVerdicts:
 
         :param present: members of that round, who had their say; None: nobody is waited for any longer
         """
-        for reducer in [place for place in self.suspects if present is None or self.group[place] in present]:
+        closing = [place for place in self.suspects if present is None or self.group[place] in present]
+        about = (self._parts, self._answers, self._verifier.clips, self._settings.tolerance, self._contested)
+        still = self._told.off(*about).keys() - self._deaf if closing else ()
+        for reducer in closing:
             positions = self.suspects.pop(reducer)
+            if reducer not in still:
+                continue
             accused = {case.accused for case in self.docket.cases.values() if case.accuser == reducer}
             if accused:
                 self._excused.add(reducer)

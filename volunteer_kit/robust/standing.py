@@ -79,7 +79,7 @@ class Standing:
         self._owed: dict[Peer, float] = defaultdict(float)  # samples found right that did not enter
         self._trusted: dict[Peer, None] = {}
         self._attending: dict[Peer, int] = {}  # who lost trust and trains nothing -> whole rounds since
-        self._silences: dict[Peer, list[tuple[int, bool]]] = {}  # epoch; was its work looked at?
+        self._silences: dict[Peer, list[tuple[int, bool, float]]] = {}  # epoch; was its work drawn? with which chance?
         self.is_new = True  # have we seen no round yet?
 
     def is_trusted(self, peer: Peer) -> bool:
@@ -116,15 +116,16 @@ class Standing:
             self._attending[peer] = 0
         self._proven[peer] = 0
 
-    def fell_silent(self, peer: Peer, epoch: int, looked_at: bool) -> bool:
+    def fell_silent(self, peer: Peer, epoch: int, looked_at: bool, share: float) -> bool:
         """It had promised a contribution that entered, and said nothing more. Lines break, but they do not know whose
         work was drawn.
 
-        :param looked_at: was it drawn by chance? :returns: is it too often for a line that breaks?
+        :param looked_at: was it drawn by chance? :param share: the chance that it had
+        :returns: is it too often for a line that breaks?
         """
         known = [one for one in self._silences.get(peer, ()) if epoch - one[0] < self.settings.window]
-        self._silences[peer] = known = [*known, (epoch, looked_at)]
-        n, k, share = len(known), sum(looked for _, looked in known), self.settings.share
+        self._silences[peer] = known = [*known, (epoch, looked_at, share)]
+        n, k, share = len(known), sum(looked for _, looked, _ in known), max(share for _, _, share in known)
         chance = sum(comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(k, n + 1))
         return chance < SILENCE_CHANCE
 

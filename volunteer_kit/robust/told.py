@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 
 from volunteer_kit.robust.bounds import FEWEST, NORM_BOUND
 from volunteer_kit.robust.checks import Part
-from volunteer_kit.robust.median import lower_median
 from volunteer_kit.robust.messages import Commit, Reveal, Statement
 from volunteer_kit.robust.reducing import DISTANCE, LONGEST, NORM, ROUNDING, SUMS, UNKNOWN, residual
 
@@ -40,19 +40,18 @@ class Told:
         agreed = {r for r in reducers if ours[r] and 2 * sum(theirs[r] == ours[r] for theirs in words) > len(words)}
         return frozenset(reducers) - agreed
 
-    def heard_otherwise(self, statements: Mapping[int, Statement]) -> set[tuple[int, int]]:
-        """(hearer, author) where a member says that it heard another commitment or number of the author than most did,
-        or none: either of them may lie.
+    def heard_otherwise(self, words: Mapping[int, Sequence[bytes]]) -> set[tuple[int, int]]:
+        """(hearer, author) where a member says that it heard something else of the author than most did, or nothing:
+        either of them may lie.
 
-        :param statements: of all draws, not of ours alone
+        :param words: of each hearer, digests of what it heard of each member
         """
-        hearers = sorted(self.voices & statements.keys() & self.reveals.keys())
+        hearers = sorted(self.voices & words.keys())
         claims: set[tuple[int, int]] = set()
-        for words in ({h: self.reveals[h].heard for h in hearers}, {h: statements[h].heard for h in hearers}):
-            for author in self.trusted:  # others could go on for ever, with nothing to lose
-                said = Counter(words[hearer][author] for hearer in hearers)
-                most = max(said, key=lambda word: (said[word], word), default=b"")
-                claims |= {(hearer, author) for hearer in hearers if words[hearer][author] != most}
+        for author in self.trusted:  # others could go on for ever, with nothing to lose
+            said = Counter(words[hearer][author] for hearer in hearers)
+            most = max(said, key=lambda word: (said[word], word), default=b"")
+            claims |= {(hearer, author) for hearer in hearers if words[hearer][author] != most}
         return claims
 
     def beyond(self, parts: Sequence[Part], answers: np.ndarray, clips: bool) -> set[int]:
@@ -61,21 +60,19 @@ class Told:
 
         :param answers: (parts, 1 + sums), length and sketch of what was answered; NaN where nothing was
         """
-        here = [place for place in sorted(self._here) if self.commits[place].weight > 0]
-        weights = [self.commits[place].weight for place in here]
+        here = [place for place in self._here if self.commits[place].weight > 0]
         found = set()
         for position, part in enumerate(parts):
-            norms = [float(self.statements[place].numbers[position][NORM]) for place in here]
-            given = [(norm, weight) for norm, weight in zip(norms, weights, strict=True) if norm > 0]
-            longest = (LONGEST if clips else NORM_BOUND) * lower_median(*zip(*given, strict=True)) if given else 0.0
-            if len(given) >= FEWEST and answers[position][0] > longest:
+            given = [norm for p in here if (norm := float(self.statements[p].numbers[position][NORM])) > 0]
+            longest = (LONGEST if clips else NORM_BOUND) * median_low(given) if len(given) >= FEWEST else np.inf
+            if answers[position][0] > longest:
                 found.add(part.reducer)
         return found
 
     def silent(self, reducers: Collection[int]) -> set[int]:
         """Reducers that most members had nothing of."""
-        unanswered = {place: sum(not reveal.answers[place] for reveal in self.reveals.values()) for place in reducers}
-        return {place for place, count in unanswered.items() if 2 * count > len(self.reveals)}
+        words = [self.reveals[place].answers for place in self.voices & self.reveals.keys()]
+        return {place for place in reducers if 2 * sum(not answers[place] for answers in words) > len(words)}
 
     def have_equivocated(self, place: int, reducers: Collection[int]) -> set[int]:
         """Reducers that say that they answered otherwise than `place` says that they did."""
@@ -104,15 +101,23 @@ class Told:
         another answer than we were."""
         row = np.array(self.statements[sender].numbers[position], np.float64)
         answers = [self.reveals[place].answers[reducer] for place in (sender, self.own) if place in self.reveals]
-        if len(answers) < 2 or answers[0] != answers[1]:
+        if len(answers) < 2 or answers[0] != answers[1] or not np.isfinite(row[DISTANCE]):
             row[DISTANCE] = UNKNOWN
         return row
 
-    def off(self, parts: Sequence[Part], answers: np.ndarray, clips: bool, tolerance: float) -> dict[int, list[int]]:
+    def off(
+        self,
+        parts: Sequence[Part],
+        answers: np.ndarray,
+        clips: bool,
+        tolerance: float,
+        contested: Collection[int] = (),
+    ) -> dict[int, list[int]]:
         """Reducers whose answers are not the rule's, with the parts. Those that stated nothing are left alone: they
         have not seen what their senders state, and cannot object.
 
         :param answers: (parts, 1 + sums), length and sketch of what was answered; NaN where nothing was
+        :param contested: members of whom not all have heard the same
         """
         found: dict[int, list[int]] = {}
         for position, part in enumerate(parts):
@@ -120,12 +125,20 @@ class Told:
                 continue
             said = self.reveals[part.reducer].counted
             counted = [place for place in sorted(self.commits) if place < len(said) and said[place] > part.index]
-            if self._is_off(counted, position, part.reducer, answers[position], clips, tolerance):
+            believed = [place for place in counted if place in self.statements and place not in contested]
+            if self._is_off(counted, believed, position, part.reducer, answers[position], clips, tolerance):
                 found.setdefault(part.reducer, []).append(position)
         return found
 
     def _is_off(
-        self, counted: Sequence[int], position: int, reducer: int, answer: np.ndarray, clips: bool, tolerance: float
+        self,
+        counted: Sequence[int],
+        stated: Sequence[int],
+        position: int,
+        reducer: int,
+        answer: np.ndarray,
+        clips: bool,
+        tolerance: float,
     ) -> bool:
         """Is an answer not the rule's average of those whom its reducer says that it counted?
 
@@ -137,7 +150,6 @@ class Told:
         working = {place for place in self._here if self.commits[place].weight > 0}
         if 2 * len(working & set(counted)) < len(working):  # by number: weights are what senders say
             return True  # it could else count whom it likes, or itself alone
-        stated = [place for place in counted if place in self.statements]
         weights, total = self._weights(stated), sum(self._weights(counted))
         unheard = 1.0 - sum(weights) / total if total > 0 else 1.0
         if unheard > (MOST_UNHEARD if clips else 0.0):

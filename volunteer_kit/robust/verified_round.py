@@ -9,10 +9,10 @@ import numpy as np
 
 from volunteer_kit.robust.cases import Docket
 from volunteer_kit.robust.checks import Check, Part, by_slice, is_statement, slices_of
-from volunteer_kit.robust.disputes import at_fault
 from volunteer_kit.robust.draw import (
     NONCE_SIZE,
     Range,
+    chances,
     commitment,
     draw_by_chance,
     draw_jury,
@@ -40,6 +40,7 @@ class VerifiedRound(RoundVerdicts):
         self._nonce = verifier.random_bytes(NONCE_SIZE)
         self._samples = Samples(())
         self.targets: frozenset[int] = frozenset()
+        self.chances: dict[int, float] = {}  # that the work of a member is looked at
         self.by_chance: frozenset[int] = frozenset()  # of all who committed, those whose work the draw names
         self.assigned: dict[int, tuple[Range, ...]] = {}
         self.void = ""  # why this round was not verified
@@ -56,7 +57,10 @@ class VerifiedRound(RoundVerdicts):
         bans = frozenset(place for place, peer in enumerate(self.group) if standing.is_banned(peer))
         due = frozenset(place for place, peer in enumerate(self.group) if peer in self._verifier.due)
         promised = {"weight": weight, "samples": samples.digest(), "parts": parts, "nonce": commitment(self._nonce)}
-        return Commit(**promised, distrusts=distrusts, bans=bans, due=due, news=self._verifier.take_news())
+        known = {"distrusts": distrusts, "bans": bans, "due": due}
+        if (last := self._verifier.last_seen_through) is not None:
+            known |= {"of": last.round_id, "stated": last.heard(last.statements)}
+        return Commit(**promised, **known, news=self._verifier.take_news())
 
     def hear_commits(self, heard: Mapping[Peer, Commit]) -> None:
         """Who did not commit takes no part: nothing of it can be checked."""
@@ -69,6 +73,7 @@ class VerifiedRound(RoundVerdicts):
         for place, commit in self.commits.items():
             for news in commit.news[:MAX_NEWS]:
                 self._verifier.hear_news(self.group[place], news)
+        self._verifier.compare_statements(self)
         self._verifier.close_suspects(self)
         self._verifier.settle()
 
@@ -96,9 +101,9 @@ class VerifiedRound(RoundVerdicts):
     def reveal(self, answers: Sequence[bytes], counted: Sequence[int]) -> Reveal:
         """:param answers: digest of what each member answered us, b"" for nothing
         :param counted: of each member, how many of our own parts it is in"""
-        return Reveal(self._nonce, tuple(answers), tuple(counted), self._heard(self.commits))
+        return Reveal(self._nonce, tuple(answers), tuple(counted), self.heard(self.commits))
 
-    def _heard(self, messages: Mapping[int, Commit | Reveal]) -> tuple[bytes, ...]:
+    def heard(self, messages: Mapping[int, Commit | Reveal | Statement]) -> tuple[bytes, ...]:
         places = range(len(self.group))
         return tuple(digest_of(messages[place]) if place in messages else b"" for place in places)
 
@@ -116,23 +121,27 @@ class VerifiedRound(RoundVerdicts):
         shown = {place: reveal.nonce for place, reveal in self.reveals.items() if place in self.trusted}
         self.seed = joint_seed(self.round_id, shown)
         working = {p: c.weight for p, c in self.commits.items() if c.weight > 0 and p not in self.apart}
-        self.by_chance = draw_by_chance(self.round_id, shown, sorted(working), self._settings.share)
+        self.chances = chances(working, self._settings.share)
+        self.by_chance = draw_by_chance(self.round_id, shown, self.chances)
         weights = {place: weight for place, weight in working.items() if place in self.reveals}
         eligible = [place for place in weights if place in self.trusted]
-        due = {place for place in weights if place not in self.trusted}
-        due |= weights.keys() & (self._most("due") | self._most("distrusts"))
+        due = {place for place in working if place not in self.trusted}
+        due |= working.keys() & (self._most("due") | self._most("distrusts"))
         due = {place for place in due if set(eligible) - {place}}  # a turn is not for whom nobody could check
         banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
         members = weights.keys() - banned
+        # who has shown its number may differ between members, if it was told to some only; and
         # who banned whom may differ between members for a round: all draw from the same list, and banned ones count out
-        self.targets = (self.by_chance | draw_turns(self.seed, sorted(weights), due)) & members
+        self.targets = (self.by_chance | draw_turns(self.seed, sorted(working), due)) & members
         for target in sorted(self.targets):
             ranges = draw_validators(self.seed, target, int(self.commits[target].weight), weights, eligible)
             if ranges:
                 self.assigned[target] = ranges
         electors = self._voices(eligible)
-        bad = int(len(electors) * self._settings.bad_share)
-        self.docket = Docket(lambda one, rest: draw_jury(self.seed, one, rest, bad), electors)
+        self._verifier.meet_electors(self.group[place] for place in electors)
+        known = self._verifier.accounts_met()
+        bad = int(known * self._settings.bad_share)
+        self.docket = Docket(lambda one, rest: draw_jury(self.seed, one, rest, bad), electors, known // 2 + 1)
 
     def lost(self, reducers: Collection[int]) -> frozenset[int]:
         """Of these reducers, those whose answers must not be taken; see Told.lost."""
@@ -143,7 +152,7 @@ class VerifiedRound(RoundVerdicts):
     def state(self, numbers: np.ndarray) -> Statement:
         """:param numbers: (parts, 2 + sums), of all that we sent, along `seed`; see messages.Statement"""
         opening = self._samples if self.own in self.targets else None
-        return Statement(self.seed, numbers, self._heard(self.reveals), opening)
+        return Statement(self.seed, numbers, self.heard(self.reveals), opening)
 
     def hear_statements(
         self,
@@ -157,15 +166,17 @@ class VerifiedRound(RoundVerdicts):
         :param held: place -> (own parts, 2 + sums), numbers of what we, a reducer, were sent; asked for of those alone
             whose word matters
         """
-        statements, self._parts = self._by_place(heard), tuple(parts)
+        statements = self._by_place(heard)
+        self._parts, self._answers = tuple(parts), answers
         shape = (len(parts), SUMS + self._settings.sums)
         good = {p: s for p, s in statements.items() if p in self.reveals and is_statement(s, shape, len(self.group))}
         self.statements = {place: s for place, s in good.items() if s.seed == self.seed}
-        excused = self._settle_hearsay(good)
-        if 2 * len(self.statements) <= len(self.commits):
+        excused = self._settle_hearsay(statements)
+        if 2 * len(self.statements.keys() & self.trusted) < len(self.trusted):
             self.void = "too few members drew the same numbers, or answered"
             self._verifier.tell("void", self.group[self.own], self.epoch, self.void)
             return
+        self._verifier.last_seen_through = self
         self._miss(good.keys(), excused)
         self.beyond = frozenset(self._told.beyond(parts, answers, self._verifier.clips))
         for place in self.statements:
@@ -180,12 +191,12 @@ class VerifiedRound(RoundVerdicts):
     def _settle_hearsay(self, statements: Mapping[int, Statement]) -> frozenset[int]:
         """What one member told another otherwise, or not at all, makes them draw other numbers. :returns: members that
         heard something else than most"""
-        claims = self._told.heard_otherwise(statements)
-        here = self._voices(self.trusted) & statements.keys()
-        why = "it and another member disagree about what was told"
-        for pair in at_fault(claims, len(here) - 1, len(self.trusted) - 1):
-            for place in pair:
-                self._verifier.suspend(self.group[place], self.epoch, why)
+        members = len(self.group)
+        hearers = [p for p, said in statements.items() if p in self.reveals and len(said.heard) == members]
+        claims = self._told.heard_otherwise({place: self.reveals[place].heard for place in hearers})
+        self._deaf |= {hearer for hearer, _ in claims}
+        claims |= self._told.heard_otherwise({place: statements[place].heard for place in hearers})
+        self._contest(claims, len(self._voices(self.trusted) & set(hearers)))
         return frozenset(hearer for hearer, _ in claims)
 
     def _miss(self, answered: Collection[int], excused: Collection[int]) -> None:
@@ -195,23 +206,22 @@ class VerifiedRound(RoundVerdicts):
 
     def _fall_silent(self, place: int, why: str) -> None:
         peer = self.group[place]
-        has_entered = place in self.trusted - self.apart and self.commits[place].weight > 0
-        if has_entered and self._verifier.standing.fell_silent(peer, self.epoch, place in self.by_chance):
+        has_entered = place in self.trusted and place in self.chances
+        looked_at = place in self.by_chance
+        if has_entered and self._verifier.standing.fell_silent(peer, self.epoch, looked_at, self.chances[place]):
             self._vote(place, "silence", True)
         self._verifier.suspend(peer, self.epoch, why)
 
     def _settle_disputes(self, parts: Sequence[Part]) -> None:
         claims = self._told.at_odds(parts, 1 - 2 * self._settings.bad_share)
+        claims = {pair for pair in claims if not self._deaf.intersection(pair)}  # they had other partners
         members, reducers = self._voices(self.trusted) & self.statements.keys(), {part.reducer for part in parts}
-        for pair in at_fault(claims, len(members) - 1, len(reducers) - 1):
-            alone = "most others did not get what it says that it sent"
-            why = "it and another member disagree about what was sent" if len(pair) > 1 else alone
-            for place in pair:
-                self._verifier.suspend(self.group[place], self.epoch, why)
+        alone = "most others did not get what it says that it sent"
+        self._lose_standing(claims, len(members), reducers, "it and another member disagree about what was sent", alone)
 
     def _look_at_reducers(self, parts: Sequence[Part], answers: np.ndarray) -> None:
         reducers = {part.reducer for part in parts}
-        for place in self._told.silent(reducers) - {self.own}:
+        for place in self._told.silent(reducers) - {self.own} - self._deaf:
             self._verifier.suspend(self.group[place], self.epoch, "it did not return the average of its part")
         self.suspects = self._told.off(parts, answers, self._verifier.clips, self._settings.tolerance)
         for place in self._told.have_equivocated(self.own, reducers) & self.statements.keys():

@@ -74,7 +74,7 @@ class Boards:
     def __init__(self):
         self._boards: OrderedDict[bytes, Board] = OrderedDict()
         self._opened: dict[bytes, asyncio.Event] = {}
-        self._waiting: Counter[PeerID] = Counter()
+        self._waiting: Counter[PeerID | bytes] = Counter()  # of each caller, and for each round
 
     def open(self, round_id: bytes, group: Sequence[PeerID]) -> Board:
         self._boards[round_id] = board = Board(round_id, group)
@@ -90,12 +90,14 @@ class Boards:
         if round_id not in self._boards and has_room:
             opened = self._opened.setdefault(round_id, asyncio.Event())
             self._waiting[caller] += 1
+            self._waiting[round_id] += 1
             try:
-                await asyncio.wait_for(opened.wait(), EARLY)
-            except asyncio.TimeoutError:
-                self._opened.pop(round_id, None)
+                await _until(opened, EARLY)
             finally:
                 self._waiting[caller] -= 1
+                self._waiting[round_id] -= 1
+                if self._waiting[round_id] <= 0:
+                    self._opened.pop(round_id, None)
                 self._waiting += Counter()  # drops those who wait no longer
         return self._boards.get(round_id)
 

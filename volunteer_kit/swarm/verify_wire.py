@@ -63,7 +63,7 @@ def pack(message: Commit | Reveal | Statement) -> list:
         distrusts = None if message.distrusts is None else sorted(message.distrusts)
         news = [_pack_news(one) for one in message.news]
         promised = [float(message.weight), message.samples, message.parts, message.nonce]
-        return [*promised, distrusts, sorted(message.bans), sorted(message.due), news]
+        return [*promised, distrusts, sorted(message.bans), sorted(message.due), news, message.of, list(message.stated)]
     if isinstance(message, Reveal):
         return [message.nonce, list(message.answers), list(message.counted), list(message.heard)]
     opening = None if message.opening is None else pack_samples(message.opening)
@@ -79,13 +79,15 @@ def unpack(stage: int, words: Any) -> Commit | Reveal | Statement:
         raise ValueError(f"no message of stage {stage}: {error}"[:200]) from None
 
 
-def _commit(weight, samples, parts, nonce, distrusts, bans, due, news) -> Commit:
+def _commit(weight, samples, parts, nonce, distrusts, bans, due, news, of, stated) -> Commit:
     weight = _number(weight)
     if not 0 <= weight < 2**40 or len(_bytes(parts, PART_DIGEST * MAX_PARTS)) % PART_DIGEST:
         raise ValueError("weight or parts")
     distrusts = None if distrusts is None else _places(distrusts)
     known = tuple(_unpack_news(one) for one in _list(news, 1024))
-    return Commit(weight, _bytes(samples, 16), parts, _bytes(nonce, 16), distrusts, _places(bans), _places(due), known)
+    promised = (weight, _bytes(samples, 16), parts, _bytes(nonce, 16))
+    before = (_bytes(of, MAX_ROUND_ID), _digests(stated, DIGEST_SIZE))
+    return Commit(*promised, distrusts, _places(bans), _places(due), known, *before)
 
 
 def _reveal(nonce, answers, counted, heard) -> Reveal:
