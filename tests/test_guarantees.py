@@ -33,6 +33,7 @@ def test_the_settings_reach_the_swarm():
     [
         ({"swarm": {"average_state_every": 2}}, "members hold different models"),
         ({"swarm": {"aggregation": "krum"}}, "cannot be told from a wrong one"),
+        ({"swarm": {"grad_compression": "uniform8"}}, "grad_compression: blockwise8"),
         ({"verification": {"share": 0.0}}, "share"),
         ({"verification": {"tolerance": 2.0}}, "tolerance"),
         ({"verification": {"strikes": 0}}, "strikes"),

@@ -84,7 +84,7 @@ def answer_one_otherwise() -> None:
         others = [peer for peer in self.sender_peer_ids if peer != self.peer_id]
         async for message in honest(self, stream, sender_index):
             if CHEATS.is_set() and self.sender_peer_ids[sender_index] == max(others):
-                part, codec = message.tensor_part, make_codec("float16", "uniform8", 512)
+                part, codec = message.tensor_part, make_codec("float16", "blockwise8", 512)
                 part = codec.compress(-read_values(part), CompressionInfo.from_tensor(read_values(part)))
                 message = type(message)(code=message.code, tensor_part=part)
             yield message
@@ -131,7 +131,7 @@ def main() -> None:
             load_state_timeout=20.0,
             delay_optimizer_step=settings.get("delay_optimizer_step", False),
             delay_grad_averaging=settings.get("delay_grad_averaging", False),
-            grad_codec=make_codec("float16", "uniform8", 512),
+            grad_codec=make_codec("float16", "blockwise8", 512),
             state_codec=make_codec("float16", "uniform8", 512),
             refresh_period=0.3,
             metadata_expiration=20.0,

@@ -42,7 +42,7 @@ class SwarmConfig(BaseModel):
     # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
     delay_grad_averaging: bool = False
     # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
-    grad_compression: Codec = "uniform8"
+    grad_compression: Codec = "blockwise8"
     state_compression: Codec = "uniform8"
     small_compression: Codec = "float16"
     compress_above: int = Field(2**16, ge=0)  # elements, as in the original run

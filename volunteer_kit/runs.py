@@ -99,6 +99,7 @@ class RunConfig(BaseModel):
         for technique, is_used, fix in (
             ("fine-tunes with data of one's own", not self.draws, "leave verification out"),
             ("average_state_every", self.swarm.average_state_every > 0, "set swarm: average_state_every: 0"),
+            ("uniform8", self.swarm.grad_compression == "uniform8", "set swarm: grad_compression: blockwise8"),
             (
                 "aggregation: median, trimmed_mean, krum",
                 self.swarm.aggregation not in ("mean", "centered_clip"),
