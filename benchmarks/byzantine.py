@@ -5,10 +5,15 @@
 
 The network is simulated; rules, first line, 8-bit codec and the state machine of verified averaging are the kit's own,
 peers are 32-bit and 16-bit by turns, of different speed. `mean` is stock hivemind's: a weighted mean that believes
-everybody. `median`, `Krum` and `CenteredClip` stand behind the first line (refused are parts that are not finite,
-weights and progress beyond what a device can do; parts far longer than the others' are scaled down), and ban nobody.
-`ours` is CenteredClip behind it, verified, with bans. Gaps are to the run without attack, with the mean and the same
-seeds.
+everybody. `median`, `Krum` and `CenteredClip` stand behind the kit's first line (byzantine_parts/first_line.py: refused
+are parts that are not finite, weights and progress beyond what a device is believed to do, states farther off than
+steps are long; parts far longer than the others' are scaled down), and ban nobody. `ours` is CenteredClip behind it,
+verified, with bans. Gaps are to the run without attack, with the mean and the same seeds. A dash: not computed; where
+`ours` has one, RunConfig refuses what the attack needs, and the gap counted is that of CenteredClip.
+
+Stand-ins: the network and its clock; that who is apart copies the state of most honest members at the epoch's end; that
+admission shuts out at once whom most others have convicted; that nobody takes it amiss if the group is small. Digests
+of parts are not looked at: nobody here sends other bytes than it has promised.
 """
 
 from __future__ import annotations
@@ -34,10 +39,11 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent)]
 
-PARTS = ("digits", "demo", "cost")
+PARTS = ("digits", "demo", "hiding", "cost")
 COLUMNS = ("mean", "median", "Krum", "CenteredClip", "ours")
 DEMO_COLUMNS = ("mean", "CenteredClip", "ours")
 DEMO_ATTACKS = ("sign flip of honest norm", "inner product 0.6", "a little is enough")
+WORST = ("honest_mismatch_max", "honest_residual_max")  # of all parts
 WORST_GAP, MOST_OVERHEAD, MOST_BYTES, HONEST_EPOCHS = 0.02, 10.0, 3.0, 1000
 
 
@@ -52,7 +58,13 @@ def main(parts: Sequence[str], attacks: Sequence[str], seed: int, workers: int) 
             figures |= play(console, pool, "digits", chosen, COLUMNS, seed)
         if "demo" in parts:
             found = play(console, pool, "demo", DEMO_ATTACKS, DEMO_COLUMNS, seed)
+            figures |= {key: max(found.pop(key), figures.get(key, 0.0)) for key in WORST}
             figures |= {f"demo_{key}": value for key, value in found.items()}
+    if "hiding" in parts:
+        from benchmarks.byzantine_parts.hiding import measure as measure_hiding
+
+        found = measure_hiding(console)
+        figures |= found | {key: max(value, figures.get(key, 0.0)) for key, value in found.items() if key in WORST}
     if "cost" in parts:
         from benchmarks.byzantine_parts.cost import measure
 
@@ -65,7 +77,7 @@ def main(parts: Sequence[str], attacks: Sequence[str], seed: int, workers: int) 
 def is_good(figures: dict[str, Any]) -> bool:
     return (
         figures.get("worst_final_gap", 0.0) <= WORST_GAP
-        and figures.get("false_bans", 0) == 0
+        and all(figures.get(f"{of}{key}", 0) == 0 for of in ("", "demo_") for key in ("false_bans", "honest_strikes"))
         and figures.get("honest_peer_epochs", HONEST_EPOCHS) >= HONEST_EPOCHS
         and figures.get("overhead_pct", 0.0) <= MOST_OVERHEAD
         and figures.get("extra_bytes_pct", 0.0) <= MOST_BYTES
@@ -96,31 +108,52 @@ def play(
     from benchmarks.byzantine_parts import tasks
 
     rows = ["none", *attacks]
-    futures = {(row, column): pool.submit(run, task, row, column, seed) for row in rows for column in columns}
+    shown = {row: of_row(row, columns) for row in rows}
+    futures = {(row, c): pool.submit(run, task, row, c, seed) for row in rows for c in shown[row]}
     results: dict[tuple[str, str], Result] = {}
     is_done = tasks.is_done(task)
     more = () if is_done else ("ours is behind by",)
-    table = Table("attack", *columns, "banned by ours", *more, title=tasks.title(task))
+    table = Table("attack", *columns, "banned by ours", "honest ones struck, suspended", *more, title=tasks.title(task))
     for row in rows:
-        results |= {(row, column): futures[row, column].result() for column in columns}
-        base = results["none", "mean"].score
-        late = () if is_done else (f"{behind(results['none', 'mean'], results[row, 'ours'].score)} epochs",)
-        table.add_row(row, *(cell(results[row, c].score, base, tasks.lost(task)) for c in columns),
-                      banned(results[row, "ours"]), *late)  # fmt: skip
-        console.print(f"{task}: {row}: " + ", ".join(f"{c} {results[row, c].score:.3f}" for c in columns), style="dim")
+        results |= {(row, column): futures[row, column].result() for column in shown[row]}
+        base, last = results["none", "mean"], results[row, shown[row][-1]]
+        cells = (cell(results[row, c].score, base.score, tasks.lost(task)) if c in shown[row] else "-" for c in columns)
+        is_ours = shown[row][-1] == columns[-1]
+        about = (banned(last), f"{last.honest_strikes}, {last.honest_suspensions}") if is_ours else ("-", "-")
+        table.add_row(row, *cells, *about, *(() if is_done else (f"{behind(base, last.score)} epochs",)))
+        said = ", ".join(f"{c} {results[row, c].score:.3f}" for c in shown[row])
+        console.print(f"{task}: {row}: {said}; banned: {about[0]}, honest ones: {about[1]}", style="dim")
     console.print(table)
-    ours = {row: results[row, "ours"] for row in rows}
-    gaps = [results["none", "mean"].score - result.score for result in ours.values()]
+    return summary({row: results[row, shown[row][-1]] for row in rows}, results["none", "mean"], is_done)
+
+
+def of_row(row: str, columns: Sequence[str]) -> list[str]:
+    """The columns that this row is computed for."""
+    from benchmarks.byzantine_parts.attacks import ATTACKS
+
+    only = next((attack.columns for attack in ATTACKS if attack.name == row), ())
+    return [column for column in columns if not only or column in only]
+
+
+def summary(last: dict[str, Result], base: Result, is_done: bool) -> dict[str, Any]:
+    """:param last: of each row, the result of its last column"""
+    ours = {row: result for row, result in last.items() if result.honest_epochs}
     bans = [result.ban_all for result in ours.values() if result.ban_all is not None]
-    late = [behind(results["none", "mean"], result.score) for result in ours.values()]
+    honest_epochs = sum(result.honest_epochs for result in ours.values())
+    suspensions = sum(result.honest_suspensions for result in ours.values())
     return {
-        **({} if is_done else {"worst_epochs_behind": max(late)}),
-        "attacks": len(attacks),
-        "worst_final_gap": round(max(gaps), 4),
+        **({} if is_done else {"worst_epochs_behind": max(behind(base, result.score) for result in last.values())}),
+        "attacks": len(last) - 1,
+        "worst_final_gap": round(max(base.score - result.score for result in last.values()), 4),
         "epochs_to_ban_all": max(bans, default=0),
         "attacks_banned_for": len(bans),
+        "not_banned": [row for row, result in ours.items() if row != "none" and result.ban_all is None],
         "false_bans": sum(result.false_bans for result in ours.values()),
-        "honest_peer_epochs": sum(result.honest_epochs for result in ours.values()),
+        "honest_strikes": sum(result.honest_strikes for result in ours.values()),
+        "honest_suspensions": round(1000 * suspensions / max(1, honest_epochs), 2),
+        "honest_peer_epochs": honest_epochs,
+        "honest_mismatch_max": round(max(result.mismatch_max for result in last.values()), 4),
+        "honest_residual_max": round(max(result.residual_max for result in last.values()), 4),
     }
 
 

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from volunteer_kit.robust.messages import Accusation, Commit, Duty, Vote
+from volunteer_kit.robust.draw import NONCE_SIZE, commitment
+from volunteer_kit.robust.messages import Accusation, Commit, Duty, Reveal, Statement, Vote
+from volunteer_kit.robust.reducing import SUMS
+
+FEW = ("mean", "CenteredClip", "ours")
 
 
 @dataclass
@@ -30,6 +34,7 @@ class View:
     attackers: frozenset[int]
     known: Sequence[torch.Tensor] = ()  # directions that were drawn in earlier rounds, (size,) each
     others: int = 16  # members in all
+    trusted: bool = True  # does what we send enter the average?
 
     def constant(self, seed: int = 0) -> torch.Tensor:
         """A random direction as long as an honest gradient, the same for everybody and always."""
@@ -43,9 +48,18 @@ class View:
 
 @dataclass
 class Attack:
-    """Honest in all things; attacks replace what they falsify."""
+    """Honest in all things; attacks replace what they falsify.
+
+    :param columns: that it makes sense for; () is all
+    :param of_states: it needs rounds in which parameters are averaged. RunConfig refuses these with verification: the
+        last line of defence is then the column before ours
+    :param names_others: it names as many samples as it claims, its own or not
+    """
 
     name: str = "none"
+    columns: tuple[str, ...] = field(default=(), repr=False)
+    of_states: bool = field(default=False, repr=False)
+    names_others: bool = field(default=False, repr=False)
     needs_flipped: bool = field(default=False, repr=False)
     needs_late: bool = field(default=False, repr=False)
 
@@ -53,11 +67,20 @@ class Attack:
         """What it sends."""
         return view.own
 
-    def weight(self, samples: int) -> float:
+    def is_here(self, epoch: int) -> bool:
+        """Does it come to the round, so many epochs after the attack began?"""
+        return True
+
+    def speed(self, speed: float) -> float:
+        """What it says of its device, samples/s."""
+        return speed
+
+    def weight(self, samples: int, limit: float | None, largest: float) -> float:
+        """:param limit: what is believed of its device; :param largest: of anybody"""
         return float(samples)
 
-    def progress(self, samples: int) -> float:
-        """How many samples of this epoch it says to have done."""
+    def progress(self, samples: int, target: int) -> float:
+        """How many samples of this epoch it says to have done. :param target: of the whole swarm"""
         return float(samples)
 
     def answer(self, average: torch.Tensor, receiver: int) -> torch.Tensor | None:
@@ -154,8 +177,22 @@ class NotANumber(Attack):
 class HugeWeight(SignFlip):
     times: float = 1.0
 
-    def weight(self, samples: int) -> float:
+    def weight(self, samples: int, limit: float | None, largest: float) -> float:
         return 1e6
+
+
+@dataclass
+class WeightAtTheBound(SignFlip):
+    """Says that its device is as fast as is believed at most, and claims all the samples that it could have done."""
+
+    times: float = 1.0
+    names_others: bool = True
+
+    def speed(self, speed: float) -> float:
+        return 1e6
+
+    def weight(self, samples: int, limit: float | None, largest: float) -> float:
+        return float(int(min(limit, largest)))
 
 
 @dataclass
@@ -166,8 +203,20 @@ class SilentReducer(Attack):
 
 @dataclass
 class WrongReducer(Attack):
+    times: float = 1.0
+
     def answer(self, average: torch.Tensor, receiver: int) -> torch.Tensor | None:
-        return -average
+        return -self.times * average
+
+
+@dataclass
+class HitAndRun(WrongReducer):
+    """Gone before it can be asked; and back when what it did is closed."""
+
+    away: int = 5  # epochs
+
+    def is_here(self, epoch: int) -> bool:
+        return epoch % (1 + self.away) == 0
 
 
 @dataclass
@@ -206,6 +255,9 @@ class KnowsSketches(Attack):
 
 @dataclass
 class PoisonedState(Attack):
+    columns: tuple[str, ...] = ("mean", "median", "Krum", "CenteredClip")
+    of_states: bool = True
+
     def state(self, params: torch.Tensor) -> torch.Tensor:
         drawn = torch.randn(params.shape, generator=torch.Generator().manual_seed(len(params)))
         return params + 10 * params.norm() / drawn.norm() * drawn
@@ -213,8 +265,10 @@ class PoisonedState(Attack):
 
 @dataclass
 class InflatedProgress(Attack):
-    def progress(self, samples: int) -> float:
-        return 1e9
+    """As much as is not dropped for being impossible; more than its gradients will weigh."""
+
+    def progress(self, samples: int, target: int) -> float:
+        return 4.0 * target
 
 
 @dataclass
@@ -269,6 +323,67 @@ class Vouching(SignFlip):
         return replace(message, distrusts=distrusts, bans=message.bans - set(accomplices))
 
 
+@dataclass
+class InsideTheTolerance(Attack):
+    """No more than precision and codec could explain: of its own length along the honest mean, backwards."""
+
+    share: float = 0.15
+
+    def gradient(self, view: View) -> torch.Tensor:
+        mean = view.honest.mean(0)
+        return view.own - self.share * view.own.norm() / mean.norm().clamp_min(1e-30) * mean
+
+
+@dataclass
+class HonestOnProbation(SignFlip):
+    """Its gradient backwards while it counts; honest until it counts again."""
+
+    times: float = 1.0
+
+    def gradient(self, view: View) -> torch.Tensor:
+        return super().gradient(view) if view.trusted else view.own
+
+
+@dataclass
+class SilentWhenDrawn(HonestOnProbation):
+    """Its line breaks when it should say what it computed; it sees the draw before it has to."""
+
+    def says(self, stage: str, message: Any, round_: Any, view: Mapping[str, Any], receiver: int) -> Any:
+        has_cheated = round_.own in round_.trusted
+        return None if isinstance(message, Statement) and message.opening is not None and has_cheated else message
+
+
+@dataclass
+class LiesInItsOwnSlice(SignFlip):
+    """Of what it sent to honest reducers it says the truth; of the rest what makes its sums those of its samples."""
+
+    times: float = 1.0
+
+    def says(self, stage: str, message: Any, round_: Any, view: Mapping[str, Any], receiver: int) -> Any:
+        if isinstance(message, Commit):  # it does not accuse those who lie to it
+            return replace(message, news=tuple(news for news in message.news if not isinstance(news, Accusation)))
+        if not isinstance(message, Statement) or not len(view["accomplices_parts"]):
+            return message
+        numbers, parts = np.array(message.numbers), view["accomplices_parts"]
+        numbers[parts, SUMS:] += view["missing"] / len(parts)
+        return replace(message, numbers=numbers)
+
+
+@dataclass
+class AnotherNumber(HonestOnProbation):
+    """Promises and shows each member a number of its own, so that no two draw the same."""
+
+    def says(self, stage: str, message: Any, round_: Any, view: Mapping[str, Any], receiver: int) -> Any:
+        number = receiver.to_bytes(NONCE_SIZE, "little")
+        if isinstance(message, Commit):
+            round_.tells_each_its_own = view["counts"]
+        if receiver == view["me"] or not round_.tells_each_its_own:
+            return message
+        if isinstance(message, Commit):
+            return replace(message, nonce=commitment(number))
+        return replace(message, nonce=number) if isinstance(message, Reveal) else message
+
+
 ATTACKS: tuple[Attack, ...] = (
     SignFlip("sign flip x1000"),
     SignFlip("sign flip of honest norm", times=1.0),
@@ -286,6 +401,14 @@ ATTACKS: tuple[Attack, ...] = (
     TwoAverages("two averages"),
     LeavesOut("honest ones left out"),
     KnowsSketches("knows earlier sketches"),
+    WeightAtTheBound("weight at the bound", FEW),
+    LiesInItsOwnSlice("lies in its own slice", FEW),
+    SilentWhenDrawn("silent when drawn", FEW),
+    AnotherNumber("another number to each", FEW),
+    HitAndRun("hit and run reducer", FEW),
+    WrongReducer("wrong reducers x1e6", FEW, times=1e6),
+    InsideTheTolerance("inside the tolerance", FEW),
+    HonestOnProbation("honest on probation", FEW),
     PoisonedState("poisoned state averaging"),
     InflatedProgress("inflated progress"),
     LyingLeader("lying leader"),

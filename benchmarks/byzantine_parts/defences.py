@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from hivemind.compression import CompressionInfo
+from hivemind.compression import CompressionBase, CompressionInfo
 
+from benchmarks.byzantine_parts.first_line import FirstLine
 from volunteer_kit.robust.bounds import bound_norms
+from volunteer_kit.robust.median import coordinate_median
 from volunteer_kit.robust.rules import rule
 from volunteer_kit.swarm.codec import CODECS
 from volunteer_kit.swarm.held_parts import read_values, reason_to_refuse
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 CODEC = CODECS["blockwise8"]
 PART = 2**17  # values of a part at most, hivemind's half a megabyte
-SLACK = 1.25  # on what a device can do in an epoch; 9/7 would give seven of sixteen half of the weight
 
 
 class Sent(NamedTuple):
@@ -27,6 +28,7 @@ class Sent(NamedTuple):
     vector: torch.Tensor  # (size,), before the codec
     names: tuple[int, ...]
     weight: float
+    true: torch.Tensor  # what its own samples give
 
 
 class Piece(NamedTuple):
@@ -46,9 +48,9 @@ def pieces_of(size: int, reducers: Sequence[int]) -> list[Piece]:
     ]
 
 
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
+def arrived(tensor: torch.Tensor, codec: CompressionBase = CODEC) -> torch.Tensor:
     """As it comes out of the real codec at the other end."""
-    return read_values(CODEC.compress(tensor, CompressionInfo.from_tensor(tensor)))
+    return read_values(codec.compress(tensor, CompressionInfo.from_tensor(tensor)))
 
 
 class Defence:
@@ -59,26 +61,29 @@ class Defence:
 
     def begin(self, swarm: Swarm) -> None:
         self.swarm = swarm
+        self.bounds = FirstLine(swarm)  # attackers know it, whether anybody looks at it or not
 
     # --- what is believed ---
 
-    def counted(self, claims: Mapping[int, float], done: Mapping[int, int]) -> float:
-        """The swarm's samples as told; the first line counts no peer beyond what its device can have done."""
-        if not self.first_line:
-            return sum(claims.values())
-        return sum(min(claims[peer], SLACK * done[peer]) for peer in claims)
+    def counted(self, claims: Mapping[int, float], seconds: float) -> float:
+        """The swarm's samples as told, or as believed so many seconds after the epoch began."""
+        return self.bounds.counted(claims, seconds) if self.first_line else sum(claims.values())
 
     def left_out(self) -> frozenset[int]:
         """Whom nobody averages with any more."""
         return frozenset()
 
+    def is_trusted(self, peer: int) -> bool:
+        """Does its work enter?"""
+        return True
+
     def leader(self, group: Sequence[int], draw: int) -> int:
-        return group[draw % len(group)]
+        followed = (self.bounds.followed(group) if self.first_line else ()) or list(group)
+        return followed[draw % len(followed)]
 
     def groups(self, leader: int, told: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Those who were told the same list average; an attacking leader's accomplices are in all groups."""
-        lists = dict.fromkeys(told.values())
-        return list(lists)
+        return self.bounds.groups(leader, told) if self.first_line else list(dict.fromkeys(told.values()))
 
     def known_directions(self) -> Sequence[torch.Tensor]:
         return ()
@@ -86,7 +91,8 @@ class Defence:
     # --- averaging ---
 
     def average(self, members: Sequence[int], sent: Mapping[int, Sent]) -> dict[int, torch.Tensor]:
-        """What each member ends with. Where a reducer answers nothing it keeps what it had itself."""
+        """What each member ends with. Where a reducer answers nothing it keeps what it had itself in stock hivemind,
+        and takes zeros in the kit."""
         common, own = torch.zeros(self.swarm.task.size), {}
         for piece in pieces_of(self.swarm.task.size, members):
             parts = {peer: arrived(sent[peer].vector[piece.place]) for peer in members}
@@ -96,9 +102,17 @@ class Defence:
                 for receiver in members:
                     answer = self.swarm.conduct(piece.reducer).answer(average, receiver)
                     if answer is not average:
-                        other = sent[receiver].vector[piece.place] if answer is None else answer
+                        kept = torch.zeros_like(average) if self.first_line else sent[receiver].vector[piece.place]
+                        other = kept if answer is None else answer
                         own.setdefault(receiver, []).append((piece.place, other))
+        if self.first_line:
+            self.settle(members, sent)
         return {peer: _changed(common, own.get(peer, ())) for peer in members}
+
+    def settle(self, members: Sequence[int], sent: Mapping[int, Sent]) -> None:
+        """What members had claimed is known by what came of it."""
+        passed = [peer for peer in members if not self.refusal(peer, sent[peer].vector, sent[peer].weight)]
+        self.bounds.settle(members, {peer: sent[peer].weight for peer in passed if sent[peer].vector.any()})
 
     def reduced(self, reducer: int, parts: Mapping[int, torch.Tensor], sent: Mapping[int, Sent]) -> torch.Tensor:
         kept = self.kept(parts, sent) if self.first_line else list(parts)
@@ -116,12 +130,16 @@ class Defence:
         return [peer for peer in parts if not self.refusal(peer, parts[peer], sent[peer].weight)]
 
     def refusal(self, peer: int, part: torch.Tensor, weight: float) -> str | None:
-        return reason_to_refuse(part, part.shape, weight, None, SLACK * self.swarm.batches[peer])
+        return reason_to_refuse(part, part.shape, weight, None, self.bounds.max_weight, self.bounds.weight_limit(peer))
 
-    def average_states(self, states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Parameters of all members through the same rule, every member with one voice."""
-        same = self.reduce(list(states.values()), [1.0] * len(states))
-        return dict.fromkeys(states, same)
+    def average_states(self, states: Mapping[int, torch.Tensor], epochs: int) -> dict[int, torch.Tensor]:
+        """Parameters of all members, `epochs` after the last such round: a mean that is believed in stock hivemind; in
+        the kit a median, which is only taken if honest steps can have set us apart so far."""
+        if not self.first_line:
+            return dict.fromkeys(states, self.reduce(list(states.values()), [1.0] * len(states)))
+        average = coordinate_median(list(states.values()), [1.0] * len(states))
+        kept = {peer: self.bounds.keeps_own(own, average, epochs) for peer, own in states.items()}
+        return {peer: average if kept[peer] is None else own for peer, own in states.items()}
 
     def result(self, score: float) -> Result:
         from benchmarks.byzantine_parts.swarm import Result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -27,6 +28,8 @@ class DemoDalle:
         self._model = build_model(self._config)
         self._start = parameters_to_vector(self._model.parameters()).detach().clone()
         self.size, self.samples = len(self._start), SAMPLES
+        ends = list(accumulate(p.numel() for p in self._model.parameters()))
+        self.tensors = [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]  # one a parameter
         self._stream = build_stream(self._config, peer_seed=0)
         listed = self._stream.next_batch(SAMPLES + HELD_OUT)
         self._names = listed.names  # a name of the benchmark is a place in this list; the stream knows these

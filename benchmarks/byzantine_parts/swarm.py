@@ -2,7 +2,9 @@
 
 An epoch is what it is in a real swarm: progress is told, a leader names the group, everybody computes a gradient of
 samples with public names, reducers average it part by part through the real 8-bit codec, and each takes its own
-optimizer step. Peers whose averages differ drift apart here as they do there.
+optimizer step. Peers whose averages differ drift apart with stock hivemind. With the kit they follow the state that
+most hold, which is a stand-in here: it is copied at the epoch's end, and attackers do not vote. Parameters are averaged
+with stock hivemind every ten epochs, and in the kit's columns where the row is about that.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import torch
 from benchmarks.byzantine_parts.attacks import Attack, View
 from benchmarks.byzantine_parts.defences import Defence, Sent
 from benchmarks.byzantine_parts.digits import State, Task
+from benchmarks.byzantine_parts.first_line import EPOCH_SECONDS
 from volunteer_kit.swarm.codec import install_codecs
 
 PEERS, ATTACKERS = 16, 7
-TICKS = 8  # of an epoch, in which a peer computes its batch
+TICKS = 16  # of an epoch, in which a peer computes its batch
 STATE_EVERY = 10  # epochs between two rounds in which parameters are averaged
 DELAY = 100  # epochs, of attackers that send old gradients; as many as there are, early in a run
 
@@ -40,6 +43,10 @@ class Result:
     banned: int = 0
     false_bans: int = 0
     honest_epochs: int = 0
+    honest_strikes: int = 0
+    honest_suspensions: int = 0
+    mismatch_max: float = 0.0  # of honest contributions; residuals of honest answers
+    residual_max: float = 0.0
     said: list[str] = field(default_factory=list)
     curve: list[float] = field(default_factory=list)  # score of the first honest peer after each epoch
 
@@ -57,7 +64,7 @@ class Swarm:
         self.batches = [batches[peer] for peer in range(PEERS)]
         self.states: list[State] = [task.start(plan.seed)] * PEERS
         self.past: list[State] = []  # of the first honest peer, before each epoch
-        self.epoch = 0
+        self.epoch, self.seconds = 0, 0.0  # of the epoch, until the swarm believed that its target was reached
         self.guide = next(peer for peer in range(PEERS) if peer not in self.attackers)
         defence.begin(self)
 
@@ -93,7 +100,9 @@ class Swarm:
 
     def _one_epoch(self) -> None:
         self.past.append(self.states[self.guide])
-        group = tuple(peer for peer in range(PEERS) if peer not in self.defence.left_out())
+        since = self.epoch - self.plan.attack_from
+        here = [peer for peer in range(PEERS) if self.conduct(peer).is_here(since)]
+        group = tuple(peer for peer in here if peer not in self.defence.left_out())
         shares = self._samples_done(group)
         order = torch.randperm(self.task.samples, generator=self._draw).tolist()
         names = {}
@@ -103,16 +112,29 @@ class Swarm:
         told = self.conduct(leader).lists(group, self.attackers)
         for members in self.defence.groups(leader, told):
             self._average(members, names)
-        if (self.epoch + 1) % STATE_EVERY == 0:
+        if self.defence.first_line:
+            self._follow()
+            self.defence.bounds.moved(self.past[-1].params, self.states[self.guide].params)
+        is_due = self.plan.attack.of_states or not self.defence.first_line
+        if is_due and (self.epoch + 1) % STATE_EVERY == 0:
             self._average_states(group)
+
+    def _follow(self) -> None:
+        held = [self.states[peer] for peer in range(PEERS) if peer not in self.attackers]
+        counts = {id(state): sum(other is state for other in held) for state in held}
+        most = max(counts.values())
+        own = self.states[self.guide]
+        prevailing = own if counts[id(own)] == most else next(state for state in held if counts[id(state)] == most)
+        self.states = [prevailing] * PEERS
 
     def _samples_done(self, group: Sequence[int]) -> dict[int, int]:
         """Samples of each peer when the swarm believes that its target is reached."""
         target = sum(self.batches[peer] for peer in group)
         for tick in range(TICKS + 1):
             done = {peer: self.batches[peer] * tick // TICKS for peer in group}
-            claims = {peer: self.conduct(peer).progress(done[peer]) for peer in group}
-            if self.defence.counted(claims, done) >= target:
+            claims = {peer: self.conduct(peer).progress(done[peer], sum(self.batches)) for peer in group}
+            self.seconds = EPOCH_SECONDS * tick / TICKS
+            if self.defence.counted(claims, self.seconds) >= target:
                 break
         return done
 
@@ -136,8 +158,16 @@ class Swarm:
             vector = true[peer]
             if peer in self.attacking:
                 vector = conduct.gradient(self._view(peer, conduct, names[peer], true[peer], honest))
-            sent[peer] = Sent(vector, names[peer], conduct.weight(len(names[peer])))
+            limit, largest = self.defence.bounds.weight_limit(peer), self.defence.bounds.max_weight
+            weight = conduct.weight(len(names[peer]), limit, largest)
+            named = names[peer] if not conduct.names_others else self._named(peer, names[peer], int(weight))
+            sent[peer] = Sent(vector, named, weight, true[peer])
         return sent
+
+    def _named(self, peer: int, own: tuple[int, ...], wanted: int) -> tuple[int, ...]:
+        """As many names of samples as a weight needs, its own and any others."""
+        others = [name for name in range(self.task.samples) if name not in set(own)]
+        return (own + tuple(others))[:wanted]
 
     def _gradient(self, peer: int, names: Sequence[int], **how) -> torch.Tensor:
         if not names:
@@ -151,10 +181,11 @@ class Swarm:
             late = self.task.gradient(self.past[max(0, self.epoch - DELAY)].params, names, self.is_bf16(peer))
         since = self.epoch - self.plan.attack_from
         known = self.defence.known_directions()
-        return View(peer, since, own, flipped, late, honest, self.attackers, known, PEERS)
+        is_trusted = self.defence.is_trusted(peer)
+        return View(peer, since, own, flipped, late, honest, self.attackers, known, PEERS, is_trusted)
 
     def _average_states(self, group: Sequence[int]) -> None:
         states = {peer: self.conduct(peer).state(self.states[peer].params) for peer in group}
-        for peer, params in self.defence.average_states(states).items():
+        for peer, params in self.defence.average_states(states, STATE_EVERY).items():
             if not torch.equal(params, self.states[peer].params):
                 self.states[peer] = State(params, self.states[peer].memory)

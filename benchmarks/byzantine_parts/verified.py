@@ -6,8 +6,9 @@ import hashlib
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 
 from benchmarks.byzantine_parts.attacks import Attack
 from benchmarks.byzantine_parts.defences import Defence, Piece, Sent, arrived, pieces_of
+from volunteer_kit.auth.evidence import is_majority
 from volunteer_kit.robust.btard import Verifier
 from volunteer_kit.robust.checks import Part
 from volunteer_kit.robust.messages import Duty, Samples
-from volunteer_kit.robust.reducing import SUMS
-from volunteer_kit.robust.sketch import DRAWS, SIGN, sketch
+from volunteer_kit.robust.reducing import DISTANCE, NORM, SUMS, UNKNOWN, residual
+from volunteer_kit.robust.sketch import DRAWS, SIGN, sketch, sketch_slices
 from volunteer_kit.robust.standing import Settings
 from volunteer_kit.robust.verified_round import VerifiedRound
 
@@ -43,14 +45,18 @@ class Exchange:
 
     def numbers(self, sender: int, rows: np.ndarray) -> np.ndarray:
         """What an honest statement of `sender` says, along `rows` (sums, size)."""
-        stated = np.zeros((len(self.pieces), SUMS + len(rows)), np.float32)
-        vector = self.vectors[sender]
-        for position, (piece, answer) in enumerate(zip(self.pieces, self.answers[sender], strict=True)):
-            values = vector[piece.place]
-            stated[position, 0] = float(values.norm())
-            stated[position, 1] = float((values - answer).norm()) if answer is not None else 0.0
-            stated[position, SUMS:] = rows[:, piece.place] @ values.double().numpy()
-        return stated
+        lines = [self.line(sender, position, sender, rows) for position in range(len(self.pieces))]
+        return np.asarray(lines, np.float32).reshape(len(lines), SUMS + len(rows))
+
+    def line(self, sender: int, position: int, receiver: int, rows: np.ndarray) -> np.ndarray:
+        """Of one part that `sender` sent, beside the answer that `receiver` had."""
+        piece, answer = self.pieces[position], self.answers[receiver][position]
+        values = self.vectors[sender][piece.place]
+        numbers = np.zeros(SUMS + len(rows))
+        numbers[NORM] = float(values.norm())
+        numbers[DISTANCE] = float((values - answer).norm()) if answer is not None else UNKNOWN
+        numbers[SUMS:] = rows[:, piece.place] @ values.double().numpy()
+        return numbers
 
     def answered(self, receiver: int, rows: np.ndarray) -> np.ndarray:
         sums = np.full((len(self.pieces), 1 + len(rows)), np.nan)
@@ -58,6 +64,24 @@ class Exchange:
             if answer is not None:
                 sums[position] = float(answer.norm()), *(rows[:, piece.place] @ answer.double().numpy())
         return sums
+
+
+class Held(Mapping[int, np.ndarray]):
+    """Place of a sender -> numbers of our parts that it sent, made when asked for."""
+
+    def __init__(self, exchange: Exchange, rows: np.ndarray, own: Sequence[int]):
+        self._exchange, self._rows, self._own = exchange, rows, own
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        exchange, sender = self._exchange, self._exchange.group[place]
+        receiver = exchange.pieces[self._own[0]].reducer
+        return np.stack([exchange.line(sender, position, receiver, self._rows) for position in self._own])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._exchange.group)))
+
+    def __len__(self) -> int:
+        return len(self._exchange.group)
 
 
 @dataclass
@@ -74,7 +98,7 @@ class Verified(Defence):
 
     def __init__(self, settings: Settings | None = None):
         super().__init__("ours", "centered_clip")
-        self.settings = settings or Settings()
+        self.settings, self.clips = settings or Settings(), True
 
     def begin(self, swarm: Swarm) -> None:
         super().begin(swarm)
@@ -85,33 +109,32 @@ class Verified(Defence):
         self._exchanges: dict[bytes, Exchange] = {}
         self._directions: deque[np.ndarray] = deque(maxlen=REMEMBERED)
         self._before: Before | None = None
+        self._out: frozenset[int] = frozenset()
         self.ban_epochs: dict[int, int] = {}
         self.false_bans: set[int] = set()
         self.bytes: dict[str, int] = defaultdict(int)
         self.machine_seconds = 0.0
         self.disagreements = 0
+        self.residual_max = self.mismatch_max = 0.0  # of honest answers, of honest contributions
+        self.peer_rounds = self.forced = self.judged = 0  # forced: looked at without having been drawn by chance
 
     # --- what is believed ---
 
     def left_out(self) -> frozenset[int]:
-        """Whom more than half of the honest peers have banned: admission shuts them out."""
-        honest = [peer for peer in self.verifiers if peer not in self.swarm.attackers]
-        bans = [set(self.verifiers[peer].standing.banned()) for peer in honest]
-        return frozenset(peer for peer in self.verifiers if 2 * sum(peer in banned for banned in bans) > len(honest))
+        """Whom most of all others have convicted, as in swarm/convictions.py: admission shuts them out. Attackers
+        convict every honest one and none of their own."""
+        here = [peer for peer in self.verifiers if peer not in self._out]
+        bans = {peer: set(self.verifiers[peer].standing.banned()) for peer in here if peer not in self.swarm.attackers}
+        enemies = sum(peer in self.swarm.attacking for peer in here)
+        for peer in here:
+            votes = sum(peer in bans[other] for other in bans.keys() - {peer})
+            votes += 0 if peer in self.swarm.attackers else enemies
+            if is_majority(votes, len(here) - 1):
+                self._out |= {peer}
+        return self._out
 
-    def leader(self, group: Sequence[int], draw: int) -> int:
-        standing = self.verifiers[self.swarm.guide].standing
-        trusted = [peer for peer in group if standing.is_trusted(peer)] or list(group)
-        return trusted[draw % len(trusted)]
-
-    def groups(self, leader: int, told: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Members show each other the leader's signed list: two lists are a lost round, and a leader suspended."""
-        lists = super().groups(leader, told)
-        if len(lists) > 1:
-            for verifier in self.verifiers.values():
-                verifier.suspend(leader, self.swarm.epoch, "it told members different lists")
-            return []
-        return lists
+    def is_trusted(self, peer: int) -> bool:
+        return self.verifiers[self.swarm.guide].standing.is_trusted(peer)
 
     def known_directions(self) -> Sequence[torch.Tensor]:
         return [torch.from_numpy(row) for rows in self._directions for row in rows]
@@ -136,9 +159,11 @@ class Verified(Defence):
         for peer, heard in self._told("reveal", rounds, reveals).items():
             self._timed(rounds[peer].hear_reveals, heard)
         lost = {peer: one.lost({part.reducer for part in exchange.parts}) for peer, one in rounds.items()}
-        self._state(rounds, exchange)
+        self._state(rounds, exchange, sent)
+        lost = {peer: lost[peer] | one.beyond for peer, one in rounds.items()}
         self._prove(group)
         self._note(rounds, exchange)
+        self.settle(group, sent)
         return self._taken(group, exchange, lost)
 
     def _trusted(self, rounds: Mapping[int, VerifiedRound]) -> frozenset[int]:
@@ -146,13 +171,21 @@ class Verified(Defence):
         self.disagreements += any(one != honest[0] for one in honest)
         return honest[0]
 
-    def _told(self, stage: str, rounds: Mapping[int, Any], messages: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
-        """What each member hears. Attackers may alter, withhold, or tell each its own."""
+    def _told(
+        self,
+        stage: str,
+        rounds: Mapping[int, Any],
+        messages: Mapping[int, Any],
+        views: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> dict[int, dict[int, Any]]:
+        """What each member hears. Attackers may alter, withhold, or tell each its own. :param views: what more a sender
+        knows"""
         heard: dict[int, dict[int, Any]] = {receiver: {} for receiver in rounds}
         for sender, message in messages.items():
             conduct = self.swarm.conduct(sender)
             is_honest = type(conduct).says is Attack.says
             view = {"me": sender, "attackers": self.swarm.attackers, "before": self._before}
+            view |= {"counts": self.is_trusted(sender), **views.get(sender, {})}
             for receiver in rounds:
                 said = message if is_honest else conduct.says(stage, message, rounds[sender], view, receiver)
                 if said is not None:
@@ -170,7 +203,7 @@ class Verified(Defence):
         answers: dict[int, list[torch.Tensor | None]] = {peer: [] for peer in group}
         for piece in pieces:
             index = sum(part.reducer == group.index(piece.reducer) for part in parts)
-            parts.append(Part(group.index(piece.reducer), index))
+            parts.append(Part(group.index(piece.reducer), index, piece.place.stop - piece.place.start))
             present = {p: vectors[p][piece.place] for p in reducers if counted[piece.reducer][p] == index}
             kept = self.swarm.conduct(piece.reducer).counts(self.kept(present, sent), self.swarm.attackers)
             for peer in kept:
@@ -183,20 +216,41 @@ class Verified(Defence):
         places = {reducer: tuple(count[peer] for peer in group) for reducer, count in counted.items()}
         return Exchange(group, vectors, pieces, parts, answers, places)
 
-    def _state(self, rounds: Mapping[int, VerifiedRound], exchange: Exchange) -> None:
+    def _state(self, rounds: Mapping[int, VerifiedRound], exchange: Exchange, sent: Mapping[int, Sent]) -> None:
         rows = {one.seed: None for one in rounds.values()}
         rows = {seed: directions(seed, self.swarm.task.size, self.settings.sums) for seed in rows}
         numbers = {peer: exchange.numbers(peer, rows[one.seed]) for peer, one in rounds.items()}
         stated = {peer: one.state(numbers[peer]) for peer, one in rounds.items()}
-        for peer, heard in self._told("statement", rounds, stated).items():
+        views = {p: self._view(exchange, p, sent[p], rows[rounds[p].seed]) for p in rounds if p in self.swarm.attacking}
+        for peer, heard in self._told("statement", rounds, stated, views).items():
             one = rounds[peer]
             own = [position for position, part in enumerate(exchange.parts) if part.reducer == one.own]
-            held = {}
-            if own:  # all draw the same, so what a reducer finds in the bytes is what the sender should say
-                held = {place: numbers[other][own] for place, other in enumerate(one.group)}
+            held = Held(exchange, rows[one.seed], own) if own else {}
             answered = exchange.answered(peer, rows[one.seed])
             self._timed(one.hear_statements, heard, exchange.parts, answered, held)
-        self._directions.append(rows[rounds[self.swarm.guide].seed])
+        guide = next(peer for peer in rounds if peer not in self.swarm.attackers)
+        self._directions.append(rows[rounds[guide].seed])
+        self._note_residuals(exchange, rounds[guide], numbers, rows[rounds[guide].seed], guide)
+
+    def _view(self, exchange: Exchange, peer: int, sent: Sent, rows: np.ndarray) -> dict[str, Any]:
+        reducers = [exchange.group[part.reducer] for part in exchange.parts]
+        missing = rows @ (sent.true.double().numpy() - exchange.vectors[peer].double().numpy())
+        accomplices = [place for place, reducer in enumerate(reducers) if reducer in self.swarm.attackers]
+        return {"missing": missing, "accomplices_parts": accomplices}
+
+    def _note_residuals(
+        self, exchange: Exchange, one: VerifiedRound, numbers: Mapping[int, np.ndarray], rows: np.ndarray, guide: int
+    ) -> None:
+        """Of honest reducers' answers, by what those say that they counted: no lie of a sender is in it."""
+        answered = exchange.answered(guide, rows)
+        for position, (piece, part) in enumerate(zip(exchange.pieces, exchange.parts, strict=True)):
+            here = exchange.counted[piece.reducer]
+            kept = [place for place, count in enumerate(here) if count > part.index]
+            if piece.reducer in self.swarm.attacking or not kept or any(one.commits[p].weight <= 0 for p in kept):
+                continue
+            lines = np.stack([exchange.line(exchange.group[place], position, guide, rows) for place in kept])
+            weights = [one.commits[place].weight for place in kept]
+            self.residual_max = max(self.residual_max, residual(lines, weights, answered[position], self.clips))
 
     def _prove(self, group: Sequence[int]) -> None:
         for peer in group:
@@ -239,21 +293,22 @@ class Verified(Defence):
         for peer in group:
             verifier = self.verifiers[peer]
             duties, verifier.duties = verifier.duties, []
+            self.judged += sum(duty.kind == "judge" for duty in duties)
             for duty in duties:
                 totals = [self._total(duty, first, last, peer) for first, last in duty.ranges]
                 verifier.report(duty, self.swarm.conduct(peer).report(duty, totals, self._accomplices(duty)))
 
     def _total(self, duty: Duty, first: int, last: int, peer: int) -> np.ndarray:
         gradient = self.swarm.recompute(duty.samples.names[first:last], duty.epoch, peer)
-        return sketch((last - first) * gradient, duty.seed, size=self.settings.sums)
+        return sketch_slices([(last - first) * gradient], duty.seed, duty.slices, self.settings.sums)
 
     def _accomplices(self, duty: Duty) -> np.ndarray | None:
-        """The sketch of what the target sent, if it is an attacker's."""
+        """The sketches of what the target sent, if it is an attacker's."""
         exchange = self._exchanges[duty.round_id]
         target = exchange.group[duty.target]
         if target not in self.swarm.attackers:
             return None
-        return sketch(exchange.vectors[target], duty.seed, size=self.settings.sums)
+        return sketch_slices([exchange.vectors[target]], duty.seed, duty.slices, self.settings.sums)
 
     # --- what came of it ---
 
@@ -261,7 +316,11 @@ class Verified(Defence):
         while len(self._exchanges) > self.settings.patience + 2:
             self._exchanges.pop(next(iter(self._exchanges)))
         places = [place for place, peer in enumerate(exchange.group) if peer not in self.swarm.attackers]
-        self._before = Before(rounds[self.swarm.guide], exchange.parts, places)
+        guide = next(peer for peer in rounds if peer not in self.swarm.attackers)
+        self._before = Before(rounds[guide], exchange.parts, places)
+        self._note_mismatches(guide)
+        self.peer_rounds += len(rounds)
+        self.forced += len(rounds[guide].targets - rounds[guide].by_chance)
         others = len(rounds) - 1  # of each of whom a peer has a slice of its own: parts to them, averages to them
         self.bytes["gradients"] += 2 * self.swarm.task.size * others
         for peer in self.left_out() - self.ban_epochs.keys():
@@ -269,6 +328,15 @@ class Verified(Defence):
         for peer, verifier in self.verifiers.items():
             if peer not in self.swarm.attackers:
                 self.false_bans |= set(verifier.standing.banned()) - self.swarm.attackers
+
+    def _note_mismatches(self, guide: int) -> None:
+        """Of honest members' contributions that honest ones have computed again."""
+        for one in self.verifiers[guide]._rounds.values():
+            for check in one.checks.values():
+                honest = {one.group[place] for place in (check.target, *(r.validator for r in check.ranges))}
+                if check.is_complete and not honest & self.swarm.attackers:
+                    found = check.mismatch([check.reports[part] for part in range(len(check.ranges))])
+                    self.mismatch_max = max(self.mismatch_max, found)
 
     def result(self, score: float) -> Result:
         result = super().result(score)
@@ -278,6 +346,15 @@ class Verified(Defence):
             result.ban_all = max(banned) - swarm.plan.attack_from + 1
         result.banned, result.false_bans = len(banned), len(self.false_bans)
         result.honest_epochs = swarm.plan.epochs * (len(self.verifiers) - len(swarm.attackers))
+        honest = {peer: one for peer, one in self.verifiers.items() if peer not in swarm.attackers}
+        known = [one.standing for one in honest.values()]
+        strikes = {(peer, s.round_id) for standing in known for peer in honest for s in standing.strikes_of(peer)}
+        events = (event for one in honest.values() for event in one.events)
+        suspensions = {(event.peer, event.epoch) for event in events if event.kind == "suspended"}
+        result.honest_strikes = len(strikes)
+        result.honest_suspensions = sum(peer in honest for peer, _ in suspensions)
+        result.residual_max = self.residual_max
+        result.mismatch_max = self.mismatch_max
         result.said = [event.text for event in self.verifiers[swarm.guide].events]
         return result
 
