@@ -61,8 +61,12 @@ class RoundVerdicts:
         :param words: of members, what they heard of each
         """
         self.is_compared = True
-        claims = self._told.heard_otherwise({p: said for p, said in words.items() if len(said) == len(self.group)})
-        self._contest(claims, len(words))
+        words = {place: said for place, said in words.items() if len(said) == len(self.group)}
+        claims = self._told.heard_otherwise(words)
+        self._contested |= {author for _, author in claims}
+        # a statement that came too late is nobody's lie, and made nobody draw otherwise
+        known = {a for _, a in claims if 2 * sum(bool(said[a]) for said in words.values()) > len(words)}
+        self._contest({(h, author) for h, author in claims if author in known and words[h][author]}, len(words))
 
     def _contest(self, claims: Collection[tuple[int, int]], hearers: int) -> None:
         self._contested |= {author for _, author in claims}
