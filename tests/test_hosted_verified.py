@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 
 from tests.hub import Hub
 from tests.monitored import Volunteer
-from tests.test_hosted_run import CREDITED, OUT, UP, HostOfTwo, token_of, wait_until
-from volunteer_kit.auth.evidence import CAUSES
+from tests.test_hosted_run import CREDITED, UP, HostOfTwo, token_of, wait_until
 from volunteer_kit.runs import load_run
 from volunteer_kit.training.protocol import WorkerSpec
 
@@ -21,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     with Hub() as hub:
-        for name in ("ada", "bob", "mallory", "mona"):
+        for name in ("ada", "bob", "mona"):
             hub.tokens[token_of(name)], hub.rights[token_of(name)] = name, {"role": "read"}
         yield hub
 
@@ -30,7 +28,7 @@ def verified(text: str) -> str:
     return text.replace("\nswarm:", "\nverification: {share: 0.3}\n\nswarm:\n  aggregation: centered_clip\n  # ", 1)
 
 
-def join(name: str, folder: Path, host: HostOfTwo, again: int = 0, **attack: str) -> Volunteer:
+def join(name: str, folder: Path, host: HostOfTwo, again: int = 0) -> Volunteer:
     run, home = load_run(host.link), folder / name
     home.mkdir(exist_ok=True)
     spec = WorkerSpec(
@@ -38,7 +36,7 @@ def join(name: str, folder: Path, host: HostOfTwo, again: int = 0, **attack: str
         host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=False, threads=1, batch_size=64,
         peer_seed=len(name) + again, hf_token=token_of(name),
     )  # fmt: skip
-    return Volunteer(folder / f"{name}-{again}.log", spec, **attack)
+    return Volunteer(folder / f"{name}-{again}.log", spec)
 
 
 def leave(volunteer: Volunteer) -> None:
@@ -46,16 +44,12 @@ def leave(volunteer: Volunteer) -> None:
     volunteer.wait_event("left")
 
 
-def says(event: dict, words: str) -> bool:
-    return event["event"] == "warning" and words in event["message"]
-
-
 def told(volunteer: Volunteer) -> str:
     return " ".join(event["message"] for event in volunteer.events if event["event"] == "warning")
 
 
 def counts(event: dict) -> bool:
-    return says(event, "counts from now on")
+    return event["event"] == "warning" and "counts from now on" in event["message"]
 
 
 def test_whoever_comes_is_checked_credited_and_told_so(tmp_path, hub):
@@ -81,38 +75,3 @@ def test_whoever_comes_is_checked_credited_and_told_so(tmp_path, hub):
         for volunteer in here:
             volunteer.kill()
         host.close()
-
-
-def test_who_cheats_is_found_by_the_members_and_banned_by_the_authority(tmp_path, hub):
-    """From false gradients on the wire to the account's ban, with what was found."""
-    host, here, now = HostOfTwo(tmp_path, hub, edit=verified), [], tmp_path / "now"
-    try:
-        host.start()
-        here.append(ada := join("ada", tmp_path, host))
-        ada.wait_for(lambda event: event["event"] == "step" and event["epoch"] >= 1, UP)
-        here.append(bob := join("bob", tmp_path, host))
-        here.append(mallory := join("mallory", tmp_path, host, attack="large_numbers", when=str(now)))
-        for volunteer in (bob, mallory):
-            volunteer.wait_for(counts, CREDITED)
-        now.touch()
-        for volunteer in (ada, bob):
-            volunteer.wait_for(lambda event: says(event, "mallory is shut out: it was found cheating"), CREDITED)
-        wait_until(lambda: "mallory was banned" in json.dumps(host.state()), OUT, "the account is banned")
-        assert CAUSES["gradient"] in next(text for text in sentences(host) if "mallory was banned" in text)
-        assert mallory.process.wait(OUT) is not None, "whoever is banned has nobody to train with, and ends"
-        mine = f"Of mallory: {CAUSES['gradient']}"
-        assert mine in told(ada) and mine in told(bob)
-    finally:
-        for volunteer in here:
-            volunteer.kill()
-        host.close()
-
-
-def sentences(host: HostOfTwo) -> list[str]:
-    """Of what has happened, as the dashboard tells it."""
-    return [text for text in strings(host.state()) if " " in text]
-
-
-def strings(value: object) -> Iterator[str]:
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from (part,) if isinstance(part, str) else strings(part)
