@@ -144,7 +144,7 @@ def test_who_withholds_its_number_or_list_is_not_averaged_and_not_banned():
     assert torch.nn.functional.cosine_similarity(group.average, TRUTH, dim=0) > 0.9
 
 
-def test_a_number_told_to_some_only_makes_one_round_void_and_no_more():
+def test_a_number_told_to_some_only_makes_no_round_void():
     def some(stage, round_, message):
         if stage != 1:
             return message
@@ -152,8 +152,8 @@ def test_a_number_told_to_some_only_makes_one_round_void_and_no_more():
 
     group = make({"sly": {"says": some}})
     group.run(6)
-    voids = [e for e in group.members["h0"].verifier.events if e.kind == "void"]
-    assert len(voids) <= 1
+    for peer in ("h0", "h2"):
+        assert not [event for event in group.members[peer].verifier.events if event.kind == "void"]
     assert verdicts(group) == {} and standing_of(group, "sly") == [False]
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.verified_group import PIECES, Group, Member
-from volunteer_kit.robust.draw import NONCE_SIZE, commitment, draw_by_chance
+from volunteer_kit.robust.draw import NONCE_SIZE, chances, commitment, draw_by_chance
 from volunteer_kit.robust.messages import Accusation, Report, Reveal, Statement, Vote
 from volunteer_kit.robust.reducing import DISTANCE, NORM, SUMS
 from volunteer_kit.robust.sketch import sketch
-from volunteer_kit.robust.standing import Settings, Standing, Strike
+from volunteer_kit.robust.standing import MAX_SILENCES, Settings, Standing, Strike
 
 ALWAYS = Settings(share=1.0, strikes=3, probation=8)
 NEVER = replace(ALWAYS, share=0.0)
@@ -128,6 +128,20 @@ def test_a_line_that_breaks_at_random_is_nobodys_fault():
             assert not standing.is_banned("a")
             struck += bool(standing.strikes_of("a"))
         assert struck <= 10, share
+
+
+def test_a_line_that_breaks_for_a_year_is_still_judged():
+    standing = Standing(Settings(window=10**6))
+    assert not any(standing.fell_silent("a", epoch, epoch % 20 == 0, 1 / 16) for epoch in range(3000))
+    assert any(standing.fell_silent("a", 3000 + i, True, 1 / 16) for i in range(MAX_SILENCES))
+
+
+def test_who_claims_far_more_than_the_others_is_looked_at_as_much_more_often():
+    assert chances({0: 8, 1: 16, 2: 32}, 1 / 16) == dict.fromkeys(range(3), 1 / 16), "twice the median is usual"
+    assert chances({0: 8, 1: 16, 2: 128}, 1 / 16)[2] == 4 / 16
+    assert chances({0: 8, 1: 16, 2: 1e9}, 1 / 16)[2] == 1.0
+    assert chances({0: 1e-9, 1: 16, 2: 16}, 1 / 16)[2] == 1 / 16, "who claims next to nothing makes nobody a giant"
+    assert chances({}, 1 / 16) == {}
 
 
 def test_whether_one_is_looked_at_does_not_depend_on_its_own_number():

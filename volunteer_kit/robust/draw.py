@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 NONCE_SIZE = 16  # bytes
 SEED_SIZE = 32
+FAST = 2.0  # times the median's work; what is usual among volunteers costs no more looks
 FORCED = 1 / 4  # of the members at most are looked at because they have to be; beyond it, turns are drawn
 MAX_VALIDATORS = 8  # of one member: the more, the likelier that one of them lies
 # votes of more than half can be bad with less than this chance
@@ -49,15 +50,13 @@ def uniform(seed: bytes, purpose: bytes, *places: int) -> float:
 
 
 def chances(weights: Mapping[int, float], share: float) -> dict[int, float]:
-    """With which a member's contribution is computed again: `share`, and more for who weighs more than the median, by
-    as much: who claims to have done twelve times the work is looked at within two rounds."""
-    usual = median_low(weights.values()) if weights else 1.0
+    """With which a member's contribution is computed again: `share`, and more for who weighs more than FAST times the
+    median, by as much more. Who claims to have done far more than the others does as much harm with it."""
+    usual = FAST * median_low(weights.values()) if weights else 1.0
     return {place: min(1.0, share * max(1.0, weight / usual)) for place, weight in weights.items()}
 
 
-def draw_by_chance(
-    round_id: bytes, nonces: Mapping[int, bytes], chance_of: Mapping[int, float]
-) -> frozenset[int]:
+def draw_by_chance(round_id: bytes, nonces: Mapping[int, bytes], chance_of: Mapping[int, float]) -> frozenset[int]:
     """Whose whole contribution is computed again, each with its chance, by the others' numbers."""
 
     def fate(place: int) -> float:

@@ -22,6 +22,7 @@ CAUSES: dict[str, str] = {  # the words of auth/evidence.py, which this room can
 MAX_REMEMBERED = 10_000  # peers
 # that a line which breaks at random is silent so often just when its work is looked at: three times of three at 1 in 16
 SILENCE_CHANCE = 1e-3
+MAX_SILENCES = 100  # of one peer
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Standing:
         :returns: is it too often for a line that breaks?
         """
         known = [one for one in self._silences.get(peer, ()) if epoch - one[0] < self.settings.window]
-        self._silences[peer] = known = [*known, (epoch, looked_at, share)]
+        self._silences[peer] = known = [*known, (epoch, looked_at, share)][-MAX_SILENCES:]
         n, k, share = len(known), sum(looked for _, looked, _ in known), max(share for _, _, share in known)
         chance = sum(comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(k, n + 1))
         return chance < SILENCE_CHANCE

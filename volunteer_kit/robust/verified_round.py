@@ -130,8 +130,8 @@ class VerifiedRound(RoundVerdicts):
         due = {place for place in due if set(eligible) - {place}}  # a turn is not for whom nobody could check
         banned = {p for p in weights if self._verifier.standing.is_banned(self.group[p])}
         members = weights.keys() - banned
-        # who has shown its number may differ between members, if it was told to some only; and
-        # who banned whom may differ between members for a round: all draw from the same list, and banned ones count out
+        # who has shown its number, and who has banned whom, may differ between members for a round: all draw turns from
+        # the same list, and count out whom they cannot look at
         self.targets = (self.by_chance | draw_turns(self.seed, sorted(working), due)) & members
         for target in sorted(self.targets):
             ranges = draw_validators(self.seed, target, int(self.commits[target].weight), weights, eligible)

@@ -74,7 +74,8 @@ class Boards:
     def __init__(self):
         self._boards: OrderedDict[bytes, Board] = OrderedDict()
         self._opened: dict[bytes, asyncio.Event] = {}
-        self._waiting: Counter[PeerID | bytes] = Counter()  # of each caller, and for each round
+        self._waiting: Counter[bytes] = Counter()  # words that wait for a round
+        self._waiting_of: Counter[PeerID] = Counter()  # words of a caller that wait
 
     def open(self, round_id: bytes, group: Sequence[PeerID]) -> Board:
         self._boards[round_id] = board = Board(round_id, group)
@@ -86,19 +87,19 @@ class Boards:
 
     async def find(self, round_id: bytes, caller: PeerID) -> Board | None:
         """The round's board, once it is there."""
-        has_room = len(self._opened) < MAX_WAITING and self._waiting[caller] < MAX_WAITING_EACH
+        has_room = len(self._opened) < MAX_WAITING and self._waiting_of[caller] < MAX_WAITING_EACH
         if round_id not in self._boards and has_room:
             opened = self._opened.setdefault(round_id, asyncio.Event())
-            self._waiting[caller] += 1
+            self._waiting_of[caller] += 1
             self._waiting[round_id] += 1
             try:
                 await _until(opened, EARLY)
             finally:
-                self._waiting[caller] -= 1
+                self._waiting_of[caller] -= 1
                 self._waiting[round_id] -= 1
-                if self._waiting[round_id] <= 0:
+                self._waiting_of, self._waiting = +self._waiting_of, +self._waiting  # without zeros
+                if round_id not in self._waiting:
                     self._opened.pop(round_id, None)
-                self._waiting += Counter()  # drops those who wait no longer
         return self._boards.get(round_id)
 
     async def answer(self, request: averaging_pb2.DownloadData, caller: PeerID, patience: float):
