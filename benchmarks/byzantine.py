@@ -89,7 +89,8 @@ def run(task: str, attack: str, column: str, seed: int) -> Result:
     import torch
 
     from benchmarks.byzantine_parts import tasks
-    from benchmarks.byzantine_parts.attacks import ATTACKS, Attack
+    from benchmarks.byzantine_parts.attack import Attack
+    from benchmarks.byzantine_parts.attacks import ATTACKS
     from benchmarks.byzantine_parts.defences import rules
     from benchmarks.byzantine_parts.swarm import Plan, Swarm
     from benchmarks.byzantine_parts.verified import Verified

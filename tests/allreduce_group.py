@@ -13,6 +13,7 @@ from hivemind.proto import averaging_pb2
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 
 SIZES = [(3, 7), (50,), (1,), (40, 40)]
 
@@ -140,3 +141,8 @@ def assert_equal_bytes(results) -> None:
 
 def honest_mean(tensors, members) -> torch.Tensor:
     return sum(flat(tensors[i]) for i in members) / len(members)
+
+
+def make_averager(peer, params, **options) -> SwarmGradientAverager:
+    """Of gradients, not started."""
+    return SwarmGradientAverager(params, dht=peer.dht, prefix="gradients", start=False, client_mode=False, **options)

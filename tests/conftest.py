@@ -33,6 +33,16 @@ def peer():
     peer.shutdown()
 
 
+@pytest.fixture
+def averager(peer):
+    """Of the gradients of two tensors, not started."""
+    import torch
+
+    from tests.allreduce_group import make_averager
+
+    return make_averager(peer, [torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(2))])
+
+
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     """The keys of a run "run"."""

@@ -20,7 +20,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.byzantine_parts.attacks import Attack
+from benchmarks.byzantine_parts.attack import Attack
 from benchmarks.byzantine_parts.defences import arrived, pieces_of
 from benchmarks.byzantine_parts.demo import DemoDalle
 from benchmarks.byzantine_parts.first_line import EPOCH_SECONDS, MATCHMAKING

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from benchmarks.byzantine_parts.defences import Piece, arrived, pieces_of
 from benchmarks.byzantine_parts.demo import DemoDalle
+from benchmarks.byzantine_parts.exchange import directions
 from benchmarks.byzantine_parts.swarm import ATTACKERS, PEERS
-from benchmarks.byzantine_parts.verified import directions
 from volunteer_kit.robust.centered_clip import centered_clip, factor, radius_of
 from volunteer_kit.robust.reducing import DISTANCE, NORM, ROUNDING, SUMS, residual
 from volunteer_kit.robust.sketch import mismatch

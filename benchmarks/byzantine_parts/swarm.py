@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.byzantine_parts.attacks import Attack, View
+from benchmarks.byzantine_parts.attack import Attack, View
 from benchmarks.byzantine_parts.defences import Defence, Sent
 from benchmarks.byzantine_parts.digits import State, Task
 from benchmarks.byzantine_parts.first_line import EPOCH_SECONDS
