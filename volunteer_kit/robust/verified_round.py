@@ -69,7 +69,8 @@ class VerifiedRound(RoundVerdicts):
         standing = self._verifier.standing
         if not (standing.is_new and self.trusted & self._most("distrusts")):  # we would vouch for ourselves from now on
             standing.meet(self.group, [self.group[place] for place in self.trusted])
-        self._verifier.hear_bans(self.epoch, [self.group[place] for place in self._most("bans")])
+        banned = self._most("bans", least=self._verifier.accounts_met() // 2 + 1)
+        self._verifier.hear_bans(self.epoch, [self.group[place] for place in banned])
         for place, commit in self.commits.items():
             for news in commit.news[:MAX_NEWS]:
                 self._verifier.hear_news(self.group[place], news)
@@ -87,14 +88,15 @@ class VerifiedRound(RoundVerdicts):
             believed = self.commits.keys() - self._most("bans") or self.commits.keys()
         return frozenset(believed - self.apart or believed)
 
-    def _most(self, said: str) -> frozenset[int]:
-        """Members of whom more than half of those that know say this; nobody if fewer than half know: in a run that
-        begins whoever said that it knows would decide alone."""
+    def _most(self, said: str, least: int = 0) -> frozenset[int]:
+        """Members of whom more than half of those that know say this, and `least` of them; nobody if fewer than half
+        know: in a run that begins whoever said that it knows would decide alone."""
         knowing = self._voices([place for place, commit in self.commits.items() if commit.distrusts is not None])
         if 2 * len(knowing) < len(self._voices(self.commits)):
             return frozenset()
         words = [getattr(self.commits[place], said) for place in knowing]
-        return frozenset(place for place in self.commits if 2 * sum(place in places for places in words) > len(words))
+        enough = max(least, len(words) // 2 + 1)
+        return frozenset(place for place in self.commits if sum(place in places for places in words) >= enough)
 
     # --- 3 ---
 
