@@ -8,24 +8,23 @@ import hivemind.compression.serialization as hivemind_serialization
 import hypothesis.strategies as st
 import pytest
 import torch
-from hivemind.compression import CompressionInfo, NoCompression, deserialize_torch_tensor
+from hivemind.compression import CompressionInfo, NoCompression
 from hivemind.proto import runtime_pb2
 from hypothesis import given, settings
 
 from volunteer_kit.swarm.codec import (
     CODECS,
-    MAX_PART_ELEMENTS,
-    Blockwise8BitCodec,
-    Float16Codec,
     SizeAdaptiveCodec,
-    Uniform8BitCodec,
     check_codecs,
+    decode,
     install_codecs,
     make_codec,
 )
+from volunteer_kit.swarm.codec_wire import MAX_PART_ELEMENTS
+from volunteer_kit.swarm.dense_codecs import BlockwiseCodec, Float16Codec, UniformCodec
 from volunteer_kit.swarm.errors import SwarmError
 
-LOSSY = ["float16", "uniform8", "blockwise8"]
+LOSSY = ["float16", "uniform8", "blockwise8", "uniform4", "blockwise4"]
 SHAPES = [(), (0,), (1,), (2,), (1023,), (1024,), (1025,), (3, 5, 7), (0, 4), (2, 1024)]
 
 
@@ -39,7 +38,7 @@ def our_codecs():
 def send(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Through the codec, the wire's bytes and hivemind's own deserializer."""
     message = CODECS[name].compress(tensor, CompressionInfo.from_tensor(tensor))
-    return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(message.SerializeToString()))
+    return decode(runtime_pb2.Tensor.FromString(message.SerializeToString()))
 
 
 def random_tensor(shape, scale: float, offset: float, seed: int, dtype=torch.float32) -> torch.Tensor:
@@ -53,12 +52,16 @@ def allowed_error(name: str, tensor: torch.Tensor) -> torch.Tensor:
     rounding = 4 * values.abs().max() * torch.finfo(tensor.dtype).eps + 1e-5 * values.abs().max() + 1e-37
     if name == "float16":
         return (values.abs() * 2.0**-11).clamp_min(2.0**-24) + rounding
-    if name == "blockwise8":
-        return torch.full_like(values, 0.51 * values.abs().max().item() / 127) + rounding
-    # uniform8: a bucket within 3 sigma; what lies beyond it shares the last bucket
+    if name.startswith("blockwise"):
+        largest = {"blockwise8": 127, "blockwise4": 7}[name]
+        return torch.full_like(values, 0.51 * values.abs().max().item() / largest) + rounding
+    # uniform: a bucket within 3 sigma; what lies beyond it shares the last bucket
+    buckets = {"uniform8": 256, "uniform4": 16}[name]
     sigma = values.std() if values.numel() > 1 else torch.zeros((), dtype=torch.float64)
-    beyond = ((values - values.mean()).abs() - 2.9 * sigma).clamp_min(0)
-    return torch.where(beyond > 0, 0.2 * sigma + beyond.max(), 6 / 256 * sigma) + rounding
+    distance = (values - values.mean()).abs()
+    beyond, width = (distance - 2.9 * sigma).clamp_min(0), 6 / buckets * sigma
+    in_last = distance > 2.9 * sigma - width
+    return torch.where(in_last, 0.2 * sigma + width + beyond.max(), width) + rounding
 
 
 # --- round trips ---
@@ -155,7 +158,15 @@ def test_parts_and_views_are_encoded_by_value():
 
 
 @pytest.mark.parametrize(
-    "name, bytes_a_value", [("none", 4.0), ("float16", 2.0), ("uniform8", 1.0), ("blockwise8", 1.004)]
+    "name, bytes_a_value",
+    [
+        ("none", 4.0),
+        ("float16", 2.0),
+        ("uniform8", 1.0),
+        ("blockwise8", 1.004),
+        ("uniform4", 0.5),
+        ("blockwise4", 0.5156),
+    ],
 )
 def test_bytes_on_the_wire(name, bytes_a_value):
     tensor = torch.randn(100_000)
@@ -181,7 +192,9 @@ def wire(codec=None, **changes) -> runtime_pb2.Tensor:
     return message
 
 
-@pytest.mark.parametrize("codec", [Float16Codec(), Uniform8BitCodec(), Blockwise8BitCodec()], ids=LOSSY)
+@pytest.mark.parametrize(
+    "codec", [Float16Codec(), UniformCodec(8), BlockwiseCodec(8), UniformCodec(4), BlockwiseCodec(4)], ids=LOSSY
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -189,7 +202,7 @@ def wire(codec=None, **changes) -> runtime_pb2.Tensor:
         {"buffer": b"\0" * 10},
         {"buffer": b"\0" * 100_000},
         {"size": [101]},
-        {"size": [99]},
+        {"size": [97]},
         {"size": [2**40]},
         {"size": [2**20, 2**20]},
         {"size": [MAX_PART_ELEMENTS + 1]},
@@ -206,16 +219,16 @@ def wire(codec=None, **changes) -> runtime_pb2.Tensor:
     ids=str,
 )
 def test_a_strangers_message_that_makes_no_sense_is_refused(codec, changes):
-    deserialize_torch_tensor(wire(codec))  # unchanged, it is fine
+    decode(wire(codec))  # unchanged, it is fine
     with pytest.raises(ValueError):
-        deserialize_torch_tensor(wire(codec, **changes))
+        decode(wire(codec, **changes))
 
 
 def test_an_unknown_block_size_is_refused():
-    message = wire(Blockwise8BitCodec())
+    message = wire(BlockwiseCodec())
     message.buffer = b"\1\0\0\0" + message.buffer[4:]
     with pytest.raises(ValueError, match="block size"):
-        deserialize_torch_tensor(message)
+        decode(message)
 
 
 # --- in hivemind's registry ---
@@ -228,20 +241,20 @@ def test_hivemind_decodes_with_ours():
     tensor = torch.randn(5000)
     for kind, name in [("UNIFORM_8BIT", "uniform8"), ("BLOCKWISE_8BIT", "blockwise8"), ("FLOAT16", "float16")]:
         message = hivemind_serialization.serialize_torch_tensor(tensor, runtime_pb2.CompressionType.Value(kind))
-        assert torch.equal(deserialize_torch_tensor(message), send(name, tensor))
+        assert torch.equal(decode(message), send(name, tensor))
 
 
-class Raises(Uniform8BitCodec):
+class Raises(UniformCodec):
     def extract(self, serialized_tensor):
         raise TypeError("only 0-dimensional arrays can be converted to Python scalars")  # numpy 2.4's words
 
 
-class Wrong(Uniform8BitCodec):
+class Wrong(UniformCodec):
     def extract(self, serialized_tensor):
         return super().extract(serialized_tensor) + 1.0
 
 
-class NotANumber(Uniform8BitCodec):
+class NotANumber(UniformCodec):
     def extract(self, serialized_tensor):
         return super().extract(serialized_tensor) * float("nan")
 
@@ -268,7 +281,7 @@ def test_the_choice_is_by_the_size_of_the_whole_tensor():
         part = whole[: min(10, numel)]  # a part of a large tensor is small, and must travel as its tensor does
         message = codec.compress(part, info.get_part(0, 10))
         assert runtime_pb2.CompressionType.Name(message.compression) == kind, numel
-        assert torch.equal(codec.extract(message), deserialize_torch_tensor(message))
+        assert torch.equal(codec.extract(message), decode(message))
         ratio = {"FLOAT16": 0.5, "UNIFORM_8BIT": 0.25}[kind]
         assert codec.estimate_compression_ratio(info) == ratio
     steps = torch.arange(5000)

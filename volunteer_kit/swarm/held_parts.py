@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from hivemind.averaging.partition import AllreduceException, BannedException
-from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
+from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.proto import averaging_pb2, runtime_pb2
 
 from volunteer_kit.robust.bounds import bound_norms
+from volunteer_kit.swarm.codec import decode
 
 Reduce = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]  # parts and weights -> one part
 
@@ -27,7 +28,7 @@ def size_of(message: averaging_pb2.AveragingData | averaging_pb2.DownloadData) -
 
 def read_values(message: runtime_pb2.Tensor) -> torch.Tensor:
     """A stranger's tensor, in float32 if it is floating point, and outside any graph (it may ask for gradients)."""
-    tensor = deserialize_torch_tensor(message).detach()
+    tensor = decode(message).detach()
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
@@ -152,7 +153,7 @@ class HeldPartReducer:
                 self.too_long.update(senders[place] for place in too_long)
                 average = self._reduce(parts, weights)
                 message = self._codec.compress(average, self.infos[part_index])
-                answer.set_result((deserialize_torch_tensor(message), message))
+                answer.set_result((decode(message), message))
             except Exception as e:  # raised here it would blame the sender whose part was the last
                 answer.set_exception(AllreduceException(f"could not reduce: {e!r}"))
                 answer.exception()
