@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
@@ -25,6 +26,7 @@ from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_
 
 from volunteer_kit.robust.bounds import NORM_BOUND
 from volunteer_kit.swarm.held_parts import HeldPartReducer, Reduce, RefusedPart, read_values, reason_to_refuse, size_of
+from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
 from volunteer_kit.swarm.traffic import Traffic
 
@@ -44,6 +46,7 @@ class SwarmAllReduce(AllReduceRunner):
     :param out_of_step: members whose parts must not enter, with the reason; they are answered all the same
     :param lost_parts_are_zero: what stands for a part that no reducer answered: zero, or what we sent
     :param traffic: counts what is sent and received, and holds it below this peer's cap
+    :param share: of this round, if what the codec leaves out is kept: its tensors are `tensors`
     :param round_timeout: s after which the round is given up; who is slower than that costs its own samples, or its
         slice, and not the round. None: there is no such time
     """
@@ -59,9 +62,12 @@ class SwarmAllReduce(AllReduceRunner):
         lost_parts_are_zero: bool = False,
         traffic: Traffic | None = None,
         round_timeout: float | None = None,
+        share: RoundsShare | None = None,
         **kwargs,
     ):
         super().__init__(compression=compression, **kwargs)
+        if share is not None:
+            self.tensor_part_container.compression = share.sending(compression)
         self._began, self._round_timeout = time.monotonic(), round_timeout
         self.traffic = traffic or Traffic()
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
@@ -78,7 +84,12 @@ class SwarmAllReduce(AllReduceRunner):
             num_senders=len(self.sender_peer_ids),
             reduce=reduce,
             codec=compression,
+            left_over=None if share is None else share.take_slice(self.parts_for_local_averaging),
         )
+        sizes = [[part.numel() for part, _ in parts] for parts in container._input_parts_by_peer]
+        firsts = accumulate(map(sum, sizes), initial=0)
+        self._places = [list(accumulate(parts, initial=first)) for first, parts in zip(firsts, sizes, strict=False)]
+        self.lost_places: list[range] = []  # in the vector of all values: of which no answer came
 
     @property
     def received(self) -> float:
@@ -161,8 +172,10 @@ class SwarmAllReduce(AllReduceRunner):
             if isinstance(e, ToldOtherwise):
                 await self.told_otherwise(peer_id)
             self.failed_reducers.append(peer_id)
-            if not self.tensor_part_container.finished.is_set():
-                self.tensor_part_container.register_failed_reducer(peer_index)
+            container, places = self.tensor_part_container, self._places[peer_index]
+            self.lost_places.append(range(places[container._outputs_registered_by_peer[peer_index]], places[-1]))
+            if not container.finished.is_set():
+                container.register_failed_reducer(peer_index)
             raise
 
     async def _exchange_with(self, peer_id: PeerID, peer_index: int) -> None:

@@ -32,6 +32,7 @@ from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.believed_speed import Limits
 from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
+from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import (
     MAX_GROUP_ID,
@@ -41,6 +42,7 @@ from volunteer_kit.swarm.told_group import (
     LedApart,
     WaryMatchmaking,
     as_exchanged,
+    in_order,
     in_proportion,
     leaders_id,
     read_entry,
@@ -59,6 +61,7 @@ class SwarmAverager(AdmittedAverager):
     :param traffic: counter and cap of this peer, shared by its averagers
     """
 
+    keeps_left_over = False  # of what the codec leaves out; then members reduce the same slice in each round
     lost_parts_are_zero = False  # what stands where a reducer did not answer: zero, or our own values
 
     def __init__(
@@ -206,6 +209,8 @@ class SwarmAverager(AdmittedAverager):
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **kwargs) -> Round:
         started = time.perf_counter()
         group_info = as_exchanged(group_info)
+        if self.keeps_left_over:
+            group_info = in_order(group_info)
         try:
             modes, bandwidths, gathered = self._read_group(group_info)
             if self._matchmaking.is_misquoted(leaders_id(group_info.group_id)):
@@ -258,6 +263,10 @@ class SwarmAverager(AdmittedAverager):
             bandwidths.append(0.0 if entry.mode == AveragingMode.CLIENT else entry.bandwidth)
         return tuple(modes), bandwidths, gathered
 
+    def _share_of_round(self, tensors: Sequence[torch.Tensor], weight: float) -> RoundsShare | None:
+        """With what was left over of rounds before; None: nothing is kept of what a codec leaves out."""
+        return None
+
     def _make_runner(self, **kwargs) -> SwarmAllReduce:
         return SwarmAllReduce(**kwargs)
 
@@ -266,11 +275,13 @@ class SwarmAverager(AdmittedAverager):
     ) -> None:
         """Average with the group. The tensors change together at the end, or not at all."""
         group_id = group_info.group_id if group_id is None else group_id
+        share = self._share_of_round(tensors, kwargs["weight"])
         runner = self._make_runner(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
-            tensors=tensors,
+            tensors=tensors if share is None else share.tensors,
+            share=share,
             group_id=group_id,
             ordered_peer_ids=group_info.peer_ids,
             reduce=self._reduce,
@@ -284,6 +295,8 @@ class SwarmAverager(AdmittedAverager):
         )
         self._running_groups[group_id].set_result(runner)
         averages = await self._averages_of(runner)
+        if share is not None:
+            share.settle(runner.lost_places, sum(runner.weights.values()), self.peer_id not in runner.refused)
         outcome.kept_own = self.reason_to_keep_own(tensors, averages)
         if self.mode != AveragingMode.AUX and outcome.kept_own is None:
             for tensor, average in zip(tensors, averages, strict=True):

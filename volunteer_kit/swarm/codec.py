@@ -78,6 +78,13 @@ def make_codec(small: str, large: str, threshold: int, density: float | None = N
     return chosen[1] if small == large else SizeAdaptiveCodec(threshold, *chosen)
 
 
+def leaves_out(codec: CompressionBase) -> bool:
+    """Does it leave so much out that it has to come later? See left_over.py."""
+    if isinstance(codec, SizeAdaptiveCodec):
+        return leaves_out(codec.small) or leaves_out(codec.large)
+    return codec.compression_type in _OWN
+
+
 def install_codecs() -> None:
     """Replace hivemind's codecs in its registry, in this process and those it forks; then check every one."""
     registry = hivemind_serialization._BASE_COMPRESSION_TYPES

@@ -69,6 +69,7 @@ class HeldPartReducer:
     :param num_senders: members that send (all but auxiliary ones)
     :param reduce: the rule: parts (each of one shape) and weights -> one part
     :param codec: how the answer is encoded; what the members use is the decoded answer, here as well
+    :param left_over: of each part: added to its average, and then what the answer has left out of that; None: nothing
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class HeldPartReducer:
         num_senders: int,
         reduce: Reduce,
         codec: CompressionBase,
+        left_over: Sequence[torch.Tensor] | None = None,
     ):
+        self._left_over = left_over
         self.shapes, self.infos, self.num_senders, self.num_parts = shapes, infos, num_senders, len(shapes)
         self._reduce, self._codec = reduce, codec
         self._held: list[dict[int, tuple[torch.Tensor | None, float]]] = [{} for _ in shapes]
@@ -152,14 +155,24 @@ class HeldPartReducer:
                 parts, too_long = bound_norms([part for part, _ in counted], weights)
                 self.too_long.update(senders[place] for place in too_long)
                 average = self._reduce(parts, weights)
-                message = self._codec.compress(average, self.infos[part_index])
-                answer.set_result((decode(message), message))
+                answer.set_result(self._encode(part_index, average))
             except Exception as e:  # raised here it would blame the sender whose part was the last
                 answer.set_exception(AllreduceException(f"could not reduce: {e!r}"))
                 answer.exception()
         held.clear()
         if all(future.done() for future in self._answers):
             self.finished.set()
+
+    def _encode(self, part_index: int, average: torch.Tensor) -> tuple[torch.Tensor, runtime_pb2.Tensor]:
+        """The answer as everybody will read it, and as it is sent."""
+        left_over = None if self._left_over is None else self._left_over[part_index].view(average.shape)
+        if left_over is not None:
+            average = average + left_over
+        message = self._codec.compress(average, self.infos[part_index])
+        answer = decode(message)
+        if left_over is not None:
+            torch.sub(average, answer, out=left_over)
+        return answer, message
 
     def fail(self, why: Exception) -> None:
         """Tell whoever waits that there will be no average."""

@@ -112,6 +112,12 @@ def as_exchanged(group: GroupInfo) -> GroupInfo:
     return GroupInfo(exchange_id(group), group.peer_ids, group.gathered)
 
 
+def in_order(group: GroupInfo) -> GroupInfo:
+    """The same group, its members by their ids and not as the leader happened to draw them."""
+    members = sorted(zip(group.peer_ids, group.gathered, strict=True), key=lambda member: member[0].to_bytes())
+    return GroupInfo(group.group_id, *zip(*members, strict=True))
+
+
 def leaders_id(exchanged: bytes) -> bytes:
     return exchanged[:-DIGEST_SIZE]
 

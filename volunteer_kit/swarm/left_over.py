@@ -1,0 +1,167 @@
+"""What a lossy codec leaves out of a round, kept by this peer and added to its next ones: error feedback, both ways.
+
+A sender keeps what it did not send, and a reducer what it did not answer, for the union of many senders' largest values
+is dense again (Tang et al. 2019, DoubleSqueeze, arXiv:1905.05957). Nothing is ever lost then, it comes later: a peer's
+values times its weight, minus what the others have heard of that, is what it still has to say. Kept in those units it
+weighs the same whatever the next round's weight is, with whatever group, and after a restart, for it lies in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from hivemind.compression import CompressionBase, CompressionInfo
+from hivemind.proto import runtime_pb2
+from hivemind.utils.logging import get_logger
+
+from volunteer_kit.swarm.codec import decode
+
+logger = get_logger(__name__)
+MAX_AGE = 3600.0  # s; what is left over of a model that others have trained for longer is no help to it
+
+PARTS, LARGEST_PART = 64, 2**19  # of all values; a part's values share two magnitudes, and slices are cut between parts
+
+
+def part_size(numel: int) -> int:
+    """Values of a part, of so many in all: as many parts as slices of up to some tens of reducers need."""
+    return min(LARGEST_PART, max(2**12, numel // PARTS))
+
+
+class LeftOver:
+    """Of one peer, over rounds.
+
+    :param numel: values of all tensors together
+    :param path: of a file that outlives this process, with a second beside it; None: in memory
+    :param about: what it is left over of; a file about something else is not read
+    """
+
+    def __init__(self, numel: int, path: Path | None = None, about: str = ""):
+        self._path, self._about = path, {"of": about, "numel": numel}
+        self.total_weight = 0.0  # of all members in the last round
+        self.order = 0  # the monitor's, under which it came about
+        both = torch.zeros(2, numel)
+        if path is not None:
+            if not self._read_note():
+                path.unlink(missing_ok=True)
+            both = torch.from_file(str(path), shared=True, size=2 * numel).view(2, numel)
+        self.unsent, self.unanswered = both  # (N,) values times weight; (N,) means
+
+    def _read_note(self) -> bool:
+        """Is there a file of ours?"""
+        try:
+            said = json.loads(self._note.read_text())
+            total, order, age = float(said["total"]), int(said["order"]), time.time() - float(said["at"])
+            fits = {"of": said["of"], "numel": said["numel"]} == self._about
+            if not fits or age > MAX_AGE or self._path.stat().st_size != 8 * said["numel"]:
+                return False
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        self.total_weight, self.order = total, order
+        return True
+
+    @property
+    def _note(self) -> Path:
+        return self._path.with_suffix(".json")
+
+    def note(self) -> None:
+        """Beside the file: what it is about, and when it was written last."""
+        if self._path is not None:
+            told = {**self._about, "total": self.total_weight, "order": self.order, "at": time.time()}
+            scratch = self._note.with_suffix(".part")
+            scratch.write_text(json.dumps(told))
+            scratch.replace(self._note)
+
+    def begin(self, tensors: Sequence[torch.Tensor], weight: float, order: int = 0) -> RoundsShare:
+        """What goes into a round. Nothing is changed here before its `settle`.
+
+        :param order: of the monitor: what came before one is forgotten
+        """
+        if order != self.order or not (torch.isfinite(self.unsent).all() and torch.isfinite(self.unanswered).all()):
+            self.order = order
+            self.unsent.zero_()
+            self.unanswered.zero_()
+        return RoundsShare(self, tensors, weight)
+
+
+class RoundsShare:
+    """One round's values and what is left over of them.
+
+    `tensors`: what goes in: ours, and what was left over; each a view of one vector, as hivemind's parts are then, so
+    that a part's storage_offset tells its place.
+    """
+
+    def __init__(self, kept: LeftOver, tensors: Sequence[torch.Tensor], weight: float):
+        self._kept, self._weight = kept, weight
+        self._vector = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])  # (N,)
+        if weight > 0:
+            self._vector.add_(kept.unsent, alpha=1 / weight)
+        ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0).tolist()
+        self.tensors = [
+            self._vector[end - tensor.numel() : end].view(tensor.shape)
+            for end, tensor in zip(ends, tensors, strict=True)
+        ]
+        self._sent: dict[int, runtime_pb2.Tensor] = {}  # by place
+        self._answered = self._vector[:0]  # of our slice
+        self._first = self._last = 0  # our slice
+
+    def take_slice(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Our own slice's parts -> what is to be added to each one's average, and then to hold what is left over of it.
+
+        What we have not answered of other slices, which were ours in another group, we send to those who reduce them.
+        """
+        kept = self._kept
+        self._first = parts[0].storage_offset() if parts else 0
+        self._last = self._first + sum(part.numel() for part in parts)
+        self._answered = kept.unanswered[self._first : self._last].clone()
+        if self._weight > 0 and kept.total_weight > 0:
+            for others in (slice(0, self._first), slice(self._last, None)):
+                self._vector[others].add_(kept.unanswered[others], alpha=kept.total_weight / self._weight)
+        return list(self._answered.split([part.numel() for part in parts])) if parts else []
+
+    def sending(self, codec: CompressionBase) -> CompressionBase:
+        """`codec`, which takes from each part what it sends of it."""
+        return _Taking(codec, self._sent)
+
+    def settle(self, lost: Sequence[range], total_weight: float, is_counted: bool) -> None:
+        """The round is over, and its answers are applied.
+
+        :param lost: places of which no answer came: it counts as if we had sent nothing of them
+        :param total_weight: of all members; 0 if we cannot know
+        :param is_counted: what we sent has entered; else it was in vain
+        """
+        kept, own = self._kept, slice(self._first, self._last)
+        for place, message in self._sent.items():
+            if any(place in places for places in lost):
+                self._vector[place : place + math.prod(message.size)] += decode(message).reshape(-1).float()
+        if self._weight > 0 and is_counted:
+            torch.mul(self._vector, self._weight, out=kept.unsent)
+            kept.unsent[own] = 0.0
+            if kept.total_weight > 0:
+                kept.unanswered[: self._first] = 0.0
+                kept.unanswered[self._last :] = 0.0
+        kept.unanswered[own] = self._answered
+        if total_weight > 0:
+            kept.total_weight = total_weight
+        kept.note()
+
+
+class _Taking(CompressionBase):
+    def __init__(self, codec: CompressionBase, sent: dict[int, runtime_pb2.Tensor]):
+        self._codec, self._sent = codec, sent
+
+    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
+        message = self._codec.compress(tensor, info)
+        tensor.sub_(decode(message))
+        self._sent[tensor.storage_offset()] = message
+        return message
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        return self._codec.extract(serialized_tensor)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        return self._codec.estimate_compression_ratio(info)
