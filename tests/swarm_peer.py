@@ -7,6 +7,8 @@ tests/orders.py; "damage" makes the next step a wrong one, "alone" makes one bef
 import json
 import sys
 import threading
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -15,8 +17,10 @@ from tests.attacks import ATTACKS
 from tests.orders import Orders, say
 from tests.peer_questions import Questions, membership
 from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.optim.outer import OuterNesterov
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.codec import make_codec
+from volunteer_kit.swarm.local_steps import LocalStepsConfig
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import digest
@@ -81,16 +85,22 @@ def main() -> None:
             load_state_timeout=20.0,
             delay_optimizer_step=settings.get("delay_optimizer_step", False),
             delay_grad_averaging=settings.get("delay_grad_averaging", False),
-            grad_codec=make_codec("float16", "uniform8", 512),
+            grad_codec=make_codec("float16", settings.get("grad_codec", "uniform8"), 512, settings.get("density")),
             state_codec=make_codec("float16", "uniform8", 512),
             average_state_every=settings.get("average_state_every", 0),
             refresh_period=0.3,
             metadata_expiration=settings.get("metadata_expiration", 20.0),
             max_mbps=settings.get("max_mbps"),
+            left_over=Path(settings["left_over"]) if "left_over" in settings else None,
         ),
         params=list(model.parameters()),
         **({"state_reduce": weighted_mean} if settings.get("trusts_means") else {}),
-        optimizer=lambda params: FaultyLamb(params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=damage),
+        optimizer=OuterNesterov
+        if "local_batch" in settings
+        else lambda params: FaultyLamb(params, lr=5e-2, rounding=settings.get("rounding", 0.0), damage=damage),
+        local_steps=LocalStepsConfig(settings["local_batch"], partial(Lamb, lr=1e-2))
+        if "local_batch" in settings
+        else None,
     )
     questions.optimizer = optimizer
     step_when_told(optimizer, alone)
@@ -152,6 +162,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 named=len(report.names) == len(set(report.names) - stepped) == report.samples,
                 group_size=report.group_size,
                 received=report.received,
+                sent=report.bytes_sent,
                 refused=report.refused,
                 failure=report.failure,
                 apart=report.apart,

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.run_text import DEMO
+from volunteer_kit.optim import Lamb, OuterNesterov
 from volunteer_kit.run_guarantees import GUARANTEES, as_markdown
+from volunteer_kit.run_optimizers import build_local_steps, build_step_bound
 from volunteer_kit.run_reader import RunError
-from volunteer_kit.runs import load_run
+from volunteer_kit.runs import build_optimizer, load_run, step_bytes
 from volunteer_kit.session.options import swarm_options
+from volunteer_kit.swarm.codec import CODECS
 
 
 def run_with(**changes):
@@ -34,6 +38,9 @@ def test_the_settings_reach_the_swarm():
         ({"swarm": {"average_state_every": 2}}, "members hold different models"),
         ({"swarm": {"aggregation": "krum"}}, "cannot be told from a wrong one"),
         ({"swarm": {"grad_compression": "uniform8"}}, "grad_compression: blockwise8"),
+        ({"swarm": {"grad_compression": "blockwise4"}}, "more than the tolerance"),
+        ({"swarm": {"grad_compression": "sparse", "aggregation": "mean"}}, "nobody can compute it again"),
+        ({"swarm": {"local_steps": {"batch_size": 8}}}, "taken again one by one"),
         ({"verification": {"share": 0.0}}, "share"),
         ({"verification": {"tolerance": 2.0}}, "tolerance"),
         ({"verification": {"strikes": 0}}, "strikes"),
@@ -43,6 +50,39 @@ def test_the_settings_reach_the_swarm():
 def test_what_means_nothing_is_refused_with_the_reason(changes, words):
     with pytest.raises(RunError, match=words):
         run_with(**{"verification": {}, **changes})
+
+
+@pytest.mark.parametrize("rule", ["centered_clip", "median", "trimmed_mean", "krum"])
+def test_sparse_parts_have_no_median(rule):
+    with pytest.raises(RunError, match="median"):
+        run_with(swarm={"grad_compression": "sparse", "aggregation": rule})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"grad_density": 0.5}, {"grad_compression": "sparse", "aggregation": "mean"}, {"local_steps": {"batch_size": 8}}],
+)
+def test_peers_with_other_codecs_or_steps_do_not_average(change):
+    assert run_with(swarm=change).fingerprint != run_with().fingerprint
+
+
+def test_lossy_codecs_and_local_steps_reach_the_swarm():
+    run = run_with(
+        swarm={
+            "grad_compression": "sparse", "small_compression": "sparse", "grad_density": 0.01, "aggregation": "mean",
+            "local_steps": {"batch_size": 8, "outer_lr": 0.5},
+        }
+    )  # fmt: skip
+    options = swarm_options(run, left_over=Path("left_over.bin"))
+    assert options.grad_codec.density == 0.01 and options.left_over == Path("left_over.bin")
+    assert options.state_codec.small is CODECS["float16"]  # what a state lacks would come with no later round
+    assert step_bytes(run) < 0.03 * step_bytes(run_with(swarm={"grad_compression": "none"}))
+    parameters = [torch.nn.Parameter(torch.ones(4))]
+    outer = build_optimizer(run)[0](parameters)
+    assert isinstance(outer, OuterNesterov) and outer.param_groups[0]["lr"] == 0.5
+    local = build_local_steps(run)
+    assert local.batch_size == 8 and isinstance(local.optimizer(parameters), Lamb)
+    assert build_step_bound(run) is None and build_step_bound(run_with()) is not None
 
 
 def test_the_readme_has_the_table_as_it_is():

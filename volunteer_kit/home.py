@@ -65,6 +65,10 @@ class Home:
         return self.path / "pictures"
 
     @property
+    def left_over(self) -> Path:
+        return self.path / "left_over.bin"
+
+    @property
     def tuned(self) -> Path:
         """Of the machine, not of the run: what the tuner found."""
         return self.root / "tuned"

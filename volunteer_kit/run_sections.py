@@ -13,6 +13,21 @@ from volunteer_kit.run_reader import impossible
 
 HubName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")]  # of an account or organization
 Codec = Literal["none", "float16", "uniform8", "blockwise8"]  # swarm/codec.py has them
+LossyCodec = Literal["uniform4", "blockwise4", "sparse"]  # what these leave out comes with later rounds
+
+
+class LocalStepsSection(BaseModel):
+    """Fewer rounds: each peer steps by itself with the run's `optimizer`, and in a round the way that each has gone is
+    averaged, for an outer optimizer (DiLoCo). An epoch is still target_batch_size samples of all peers together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # Samples of one step of one peer. A peer takes target_batch_size / (peers * batch_size) steps in an epoch.
+    batch_size: int = Field(ge=1, le=2**20)
+    # How much of the mean way the model goes, with `momentum` of the last ones on top. Lower it if the loss jumps up
+    # after rounds.
+    outer_lr: float = Field(0.7, gt=0, le=10)
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
 
 
 class SwarmConfig(BaseModel):
@@ -42,13 +57,25 @@ class SwarmConfig(BaseModel):
     # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
     delay_grad_averaging: bool = False
     # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
-    grad_compression: Codec = "blockwise8"
+    grad_compression: Codec | LossyCodec = "blockwise8"
     state_compression: Codec = "uniform8"
-    small_compression: Codec = "float16"
+    small_compression: Codec | LossyCodec = "float16"
+    # Share of a tensor's values that `sparse` sends, the largest; what is left over is added to the next round's. Lower
+    # it for slower lines: it takes 1 / density rounds until all of a gradient has come.
+    grad_density: float = Field(1 / 64, gt=0, le=1)
+    # None: each epoch is one step, with the gradients of all.
+    local_steps: LocalStepsSection | None = None
     compress_above: int = Field(2**16, ge=0)  # elements, as in the original run
 
     @model_validator(mode="after")
     def _possible(self) -> SwarmConfig:
+        if self.grad_compression == "sparse" and self.aggregation != "mean":
+            raise impossible(
+                "aggregation",
+                f"grad_compression: sparse does not go with {self.aggregation}: most values of a part are zero, and so "
+                "would its median be",
+                "set aggregation: mean, for a run among friends, or grad_compression: blockwise4",
+            )
         if self.delay_grad_averaging and not self.delay_optimizer_step:
             raise impossible(
                 "delay_grad_averaging",

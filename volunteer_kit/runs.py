@@ -24,6 +24,7 @@ from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
 from volunteer_kit.model.transformers_model import TransformersConfig, build_transformers, shapes_of
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
 from volunteer_kit.run_guarantees import why_not_verified
+from volunteer_kit.run_optimizers import build_outer_optimizer
 from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
 from volunteer_kit.run_sections import AuthorityConfig, SwarmConfig, VerificationConfig
 from volunteer_kit.run_tokenizers import (
@@ -34,6 +35,7 @@ from volunteer_kit.run_tokenizers import (
     text_identity,
     tokenizer_mistakes,
 )
+from volunteer_kit.swarm.sparse_codec import bits_per_value
 
 PROTOCOL_VERSION = 3  # raise it when peers of two releases can no longer average with each other
 
@@ -99,6 +101,17 @@ class RunConfig(BaseModel):
         for technique, is_used, fix in (
             ("fine-tunes with data of one's own", not self.draws, "leave verification out"),
             ("average_state_every", self.swarm.average_state_every > 0, "set swarm: average_state_every: 0"),
+            (
+                "4 bit",
+                self.swarm.grad_compression in ("uniform4", "blockwise4"),
+                "set swarm: grad_compression: blockwise8",
+            ),
+            (
+                "top-k with error feedback",
+                self.swarm.grad_compression == "sparse",
+                "set swarm: grad_compression: blockwise8",
+            ),
+            ("outer optimizer (local steps)", self.swarm.local_steps is not None, "leave swarm: local_steps out"),
             ("uniform8", self.swarm.grad_compression == "uniform8", "set swarm: grad_compression: blockwise8"),
             (
                 "aggregation: median, trimmed_mean, krum",
@@ -165,7 +178,8 @@ class FineTuneConfig(RunConfig):
 
 _AVERAGING_FIELDS = {
     "average_state_every", "grad_compression", "state_compression", "small_compression", "compress_above",
-    "delay_optimizer_step", "delay_grad_averaging", "aggregation",
+    "delay_optimizer_step", "delay_grad_averaging", "aggregation", "grad_density",
+    "local_steps",
 }  # fmt: skip
 
 
@@ -282,8 +296,9 @@ def state_bytes(config: RunConfig) -> int:
 
 def step_bytes(config: RunConfig) -> int:
     """What one global step sends and receives, about: gradients there and their average back."""
-    bytes_each = {"none": 4, "float16": 2}.get(config.swarm.grad_compression, 1)
-    return 2 * parameters_of(config) * bytes_each
+    sparse = bits_per_value(config.swarm.grad_density) / 8
+    bytes_each = {"none": 4, "float16": 2, "uniform4": 0.5, "blockwise4": 0.5, "sparse": sparse}
+    return math.ceil(2 * parameters_of(config) * bytes_each.get(config.swarm.grad_compression, 1))
 
 
 def least_mbps(config: RunConfig) -> float:
@@ -321,8 +336,11 @@ def build_stream(
 
 
 def build_optimizer(config: RunConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(params -> optimizer, optimizer -> learning rate schedule), as hivemind.Optimizer takes them."""
-    return build_optimizer_factory(config.optimizer)
+    """(params -> optimizer, optimizer -> learning rate schedule), as hivemind.Optimizer takes them: of what all peers
+    hold. With local steps, the outer optimizer, whose rate stays."""
+    if config.swarm.local_steps is None:
+        return build_optimizer_factory(config.optimizer)
+    return build_outer_optimizer(config.swarm.local_steps)
 
 
 def build_param_groups(config: RunConfig, model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -17,10 +17,10 @@ from volunteer_kit.checkpoint import CheckpointError, is_finite, load_checkpoint
 from volunteer_kit.home import Home
 from volunteer_kit.monitor.errors import MonitorError
 from volunteer_kit.monitor.evidence import State
-from volunteer_kit.optim import LambStepBound
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.public_samples import public_samples
 from volunteer_kit.robust.rules import rule
+from volunteer_kit.run_optimizers import build_step_bound
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.acceptance import StateTrust
@@ -70,9 +70,7 @@ class Member:
         self.membership = self._membership(keys)
         self.admission = self.membership.admission if self.membership else Admission()
         self.public_loss = public_samples(run)
-        self.step_bound = LambStepBound(
-            run.optimizer, ROUNDING if run.swarm.average_state_every else 0.0
-        )
+        self.step_bound = build_step_bound(run, ROUNDING if run.swarm.average_state_every else 0.0)
         model = build_model(run)
         self.names = parameter_names(model)
         self.peer = self._start_peer(addresses)

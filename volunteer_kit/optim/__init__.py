@@ -3,6 +3,7 @@
 from .exact_state import ExactStateOptimizer
 from .lamb import Lamb
 from .lamb8bit import Lamb8bit
+from .outer import OuterNesterov
 from .recipe import OptimizerConfig, build_optimizer_factory, param_groups, parameter_names
 from .step_bound import LambStepBound
 
@@ -12,6 +13,7 @@ __all__ = [
     "Lamb8bit",
     "LambStepBound",
     "OptimizerConfig",
+    "OuterNesterov",
     "build_optimizer_factory",
     "param_groups",
     "parameter_names",

@@ -12,6 +12,7 @@ from volunteer_kit.home import Home
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.reading import Reading
 from volunteer_kit.robust.rules import rule
+from volunteer_kit.run_optimizers import build_local_steps
 from volunteer_kit.runs import (
     PROTOCOL_VERSION,
     RunConfig,
@@ -125,10 +126,11 @@ class Session:
         optimizer, scheduler = build_optimizer(run)
         self.optimizer = SwarmOptimizer(
             peer=self.peer,
-            options=swarm_options(run, spec.max_mbps),
+            options=swarm_options(run, spec.max_mbps, self.home and self.home.left_over),
             params=groups,
             optimizer=optimizer,
             scheduler=scheduler,
+            local_steps=build_local_steps(run),
             reduce=rule(run.swarm.aggregation),
         )
         if self.membership.trust is not None:

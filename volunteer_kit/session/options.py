@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from volunteer_kit.device import Workload
 from volunteer_kit.robust.standing import Settings
 from volunteer_kit.runs import RunConfig, run_key_of
-from volunteer_kit.swarm.codec import make_codec
+from volunteer_kit.swarm.codec import CODECS, leaves_out, make_codec
 from volunteer_kit.swarm.options import SwarmOptions
 
 
@@ -31,9 +33,13 @@ def workload(run: RunConfig, parameters: int) -> Workload:
     )
 
 
-def swarm_options(run: RunConfig, max_mbps: float | None = None) -> SwarmOptions:
-    """The run file's section `swarm`, as the optimizer takes it, and what this machine's line may carry."""
+def swarm_options(run: RunConfig, max_mbps: float | None = None, left_over: Path | None = None) -> SwarmOptions:
+    """The run file's section `swarm`, as the optimizer takes it, and what this machine's line may carry.
+
+    :param left_over: file, of this machine's volunteer
+    """
     swarm = run.swarm
+    small = "float16" if leaves_out(CODECS[swarm.small_compression]) else swarm.small_compression  # of a state
     return SwarmOptions(
         run_key=run_key_of(run),
         target_batch_size=run.target_batch_size,
@@ -45,11 +51,14 @@ def swarm_options(run: RunConfig, max_mbps: float | None = None) -> SwarmOptions
         average_state_every=swarm.average_state_every,
         delay_optimizer_step=swarm.delay_optimizer_step,
         delay_grad_averaging=swarm.delay_grad_averaging,
-        grad_codec=make_codec(swarm.small_compression, swarm.grad_compression, swarm.compress_above),
-        state_codec=make_codec(swarm.small_compression, swarm.state_compression, swarm.compress_above),
+        grad_codec=make_codec(
+            swarm.small_compression, swarm.grad_compression, swarm.compress_above, swarm.grad_density
+        ),
+        state_codec=make_codec(small, swarm.state_compression, swarm.compress_above),
         verification=Settings(**run.verification.model_dump()) if run.verification else None,
         clips=swarm.aggregation == "centered_clip",
         refresh_period=min(0.5, swarm.matchmaking_time / 5),
         metadata_expiration=swarm.progress_expiration,
         max_mbps=max_mbps,
+        left_over=left_over,
     )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from volunteer_kit.device import largest_batch
-from volunteer_kit.optim import LambStepBound
 from volunteer_kit.public_samples import public_samples
+from volunteer_kit.run_optimizers import build_step_bound
 from volunteer_kit.runs import RunConfig, build_model, build_param_groups
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.acceptance import PublicLoss, StateTrust
@@ -58,7 +58,7 @@ def state_trust(session: Session, public_loss: PublicLoss | None) -> StateTrust:
         session.membership.trust,
         swarm_options(session.run).run_key,
         Path(session.membership.identity_path).parent / "states",
-        step_bound=LambStepBound(session.run.optimizer, ROUNDING if averages else 0.0),
+        step_bound=build_step_bound(session.run, ROUNDING if averages else 0.0),
         seed=lambda: initial_parameters(session.run),
         public_loss=public_loss,
         on_refused=tell,

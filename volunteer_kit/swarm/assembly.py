@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hivemind
@@ -11,6 +11,7 @@ from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.robust.median import coordinate_median
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.held_parts import Reduce
+from volunteer_kit.swarm.local_steps import LocalSteps, LocalStepsConfig
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.progress import Limits, SwarmProgressTracker
@@ -26,6 +27,8 @@ class AssembledOptimizer(hivemind.Optimizer):
     :param optimizer: parameter groups -> optimizer that holds its zero state already (hivemind would otherwise take a
         real step with zero gradients to create it)
     :param scheduler: optimizer -> scheduler, stepped once an epoch
+    :param local_steps: steps on this peer's own model between rounds; `optimizer` is the outer one then, whose
+        gradients are what these have moved. None: gradients are averaged
     :param reduce: seam: the reduction rule
     :param state_reduce: that of rounds in which parameters are averaged, where a mean would carry everybody some of the
         way to a liar
@@ -39,10 +42,12 @@ class AssembledOptimizer(hivemind.Optimizer):
         params,
         optimizer: Callable,
         scheduler: Callable | None = None,
+        local_steps: LocalStepsConfig | None = None,
         reduce: Reduce = weighted_mean,
         state_reduce: Reduce = coordinate_median,
     ):
-        self.options = options
+        self.options, params = options, list(params)
+        own = [dict(group) if isinstance(group, dict) else group for group in params]  # optimizers write into theirs
         self._traffic = Traffic(options.max_mbps)
         self._seams = {"admission": peer.admission, "reduce": reduce, "traffic": self._traffic}
         self._state_reduce = state_reduce
@@ -60,7 +65,15 @@ class AssembledOptimizer(hivemind.Optimizer):
             for part in reversed(self._begun):
                 part.shutdown()
             raise
+        if local_steps is not None:
+            self._take_local_steps(local_steps, own)
         self.reach = Reach(peer.dht, options.alone_after)
+
+    def _take_local_steps(self, config: LocalStepsConfig, params: Sequence[Any]) -> None:
+        averager = self.state_averager
+        shared = [parameter for group in averager.optimizer.param_groups for parameter in group["params"]]
+        steps = LocalSteps(config, params, shared, lambda: self.local_epoch)
+        self.grad_averager.local_steps = averager.local_steps = steps
 
     def shutdown(self) -> None:
         self.reach.close()
@@ -117,6 +130,7 @@ class AssembledOptimizer(hivemind.Optimizer):
         # a fast peer may pass the target while others are at their last microbatch, hence more than one target
         options = self._averager_options(max_weight=2.0 * self.target_batch_size)
         options |= {"verification": self.options.verification, "clips": self.options.clips}
+        options |= {"left_over_path": self.options.left_over}
 
         def make(**hivemind_kwargs) -> SwarmGradientAverager:
             self._begun.append(SwarmGradientAverager(**{**hivemind_kwargs, **options, "allow_state_sharing": False}))

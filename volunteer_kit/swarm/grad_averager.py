@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from hivemind.averaging.control import StepControl
 from hivemind.optim.grad_averager import GradientAverager
 
 from volunteer_kit.robust.messages import Samples
+from volunteer_kit.swarm.codec import leaves_out
+from volunteer_kit.swarm.left_over import LeftOver, RoundsShare, part_size
+from volunteer_kit.swarm.local_steps import LocalSteps
 from volunteer_kit.swarm.verified_averager import VerifiedAverager
 
 
@@ -22,22 +26,37 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
     """
 
     local_weight_accumulated: float = 0.0
+    _left_over: LeftOver | None = None  # in the averager's process
 
     microbatches_lost: int = 0  # not finite, left out
     names: tuple = ()  # of the samples accumulated
     stale: int = 0  # of them, the first so many were computed on the model before the last step
     model_is_stale: bool = False  # that step is still on its way; the optimizer sets it
+    local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
     told: Any = None  # what the group is told of our state; the optimizer sets it
     # when a reducer dies, everybody loses its slice: with zeros there all still take the same step, with their own
     # gradients each would go its own way
     lost_parts_are_zero = True
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], **kwargs):
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], *, left_over_path: Path | None = None, compression, **kwargs
+    ):
+        """:param left_over_path: of a file for what the codec leaves out; None: it is kept in memory"""
         parameters = tuple(parameters)
+        self.keeps_left_over, self._left_over_path = leaves_out(compression), left_over_path
+        if self.keeps_left_over:
+            kwargs["part_size_bytes"] = part_size(sum(p.numel() for p in parameters))
         # 16-bit gradients are summed and averaged in 32 bits, which the optimizer's own parameters have as well
         shared = (torch.zeros(p.shape, dtype=torch.float32).share_memory_() for p in parameters)
-        super().__init__(parameters=parameters, averaged_grads=tuple(shared), **kwargs)
+        super().__init__(parameters=parameters, averaged_grads=tuple(shared), compression=compression, **kwargs)
         self._local_accumulators = tuple(accumulator.float() for accumulator in self._local_accumulators)
+
+    def _share_of_round(self, tensors: Sequence[torch.Tensor], weight: float) -> RoundsShare | None:
+        if not self.keeps_left_over:
+            return None
+        if self._left_over is None:
+            self._left_over = LeftOver(self.total_size, self._left_over_path, self.prefix)
+        return self._left_over.begin(tensors, weight, self.order)
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
         return super().schedule_step(scheduled_time, gather=self.to_tell(self.told), **kwargs)
@@ -60,17 +79,19 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
         if not (weight > 0 and torch.isfinite(norms).all()):
             self.microbatches_lost += 1
             return False
-        accumulators = list(self._grad_accumulators())
-        grads = [grad.to(accumulator) for grad, accumulator in zip(grads, accumulators, strict=True)]
-        if grad_scale != 1.0:
-            grads = torch._foreach_div(grads, grad_scale)
-        # a running mean: one microbatch alone is then its own gradient, to the last bit
-        self.local_weight_accumulated += weight
-        torch._foreach_lerp_(accumulators, grads, weight / self.local_weight_accumulated)
         self.local_samples_accumulated += batch_size
         self.local_times_accumulated += 1
         self.names += tuple(names)
         self.stale += len(names) if self.model_is_stale else 0
+        accumulators = list(self._grad_accumulators())
+        grads = [grad.to(accumulator) for grad, accumulator in zip(grads, accumulators, strict=True)]
+        if grad_scale != 1.0:
+            grads = torch._foreach_div(grads, grad_scale)
+        self.local_weight_accumulated += weight
+        if self.local_steps is not None:
+            self.local_steps.add(grads, weight)
+        else:  # a running mean: one microbatch alone is then its own gradient, to the last bit
+            torch._foreach_lerp_(accumulators, grads, weight / self.local_weight_accumulated)
         return True
 
     def reset_accumulated_grads_(self) -> None:
@@ -79,11 +100,12 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
-        """Mean gradient over the samples accumulated -> the buffers that are averaged."""
+        """Mean gradient over the samples accumulated, or our local steps' way -> the buffers that are averaged."""
         if self.verification is not None:
             self.contribute(Samples(self.names, self.stale, max(1, self.local_times_accumulated)))
         with self.get_tensors() as averaged_grads:
-            for accumulator, averaged in zip(self._grad_accumulators(), averaged_grads, strict=True):
+            ours = self._grad_accumulators() if self.local_steps is None else self.local_steps.way()
+            for accumulator, averaged in zip(ours, averaged_grads, strict=True):
                 averaged.copy_(accumulator)
 
     def load_state_from_peers(self, **kwargs) -> None:

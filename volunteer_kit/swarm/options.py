@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hivemind.compression import CompressionBase, NoCompression
@@ -31,6 +32,8 @@ class SwarmOptions:
     :param delay_grad_averaging: average in the background as well
     :param grad_codec: what gradients travel in; `state_codec`: parameters, when they differ
     :param max_samples_per_second: more than this, claimed by one peer, is not believed
+    :param left_over: file for what a lossy `grad_codec` leaves out, kept over a restart; None: in memory. Its own
+        choice
     :param max_mbps: Mbit/s that this peer may send, and as much that it may receive; None: as much as the line has. Its
         own choice: set it when the line is needed for something else
     :param verification: contributions are looked at, and who cheats is banned; None: not. The rule must be
@@ -57,6 +60,7 @@ class SwarmOptions:
     state_codec: CompressionBase = field(default_factory=NoCompression)
     max_samples_per_second: float = 10_000.0
     max_mbps: float | None = None
+    left_over: Path | None = None
     verification: Settings | None = None
     clips: bool = True
     verbose: bool = False

@@ -36,6 +36,7 @@ from volunteer_kit.swarm.agreement import (
     sketch,
 )
 from volunteer_kit.swarm.averaged_state import AveragedState
+from volunteer_kit.swarm.local_steps import LocalSteps
 from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
 logger = get_logger(__name__)
@@ -66,6 +67,8 @@ class SwarmStateAverager(AveragedState, TrainingStateAverager):
     donor. A state is given with the sketches that it had after its last epochs: who takes it learns by them which of
     its own steps are in it.
     """
+
+    local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
 
     def __init__(self, **kwargs):
         # hivemind counts the epoch before the background step that makes it true: what a joiner would then download
@@ -272,6 +275,8 @@ class SwarmStateAverager(AveragedState, TrainingStateAverager):
         self._lineage = bytes.fromhex(metadata.get("lineage", BEGINNING.hex()))
         self._order = metadata.get("order", 0)
         self._past = tuple(said.words() for said in past.values())
+        if self.local_steps is not None:
+            self.local_steps.restart()
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors:
@@ -281,6 +286,13 @@ class SwarmStateAverager(AveragedState, TrainingStateAverager):
         self.describe()
 
     # --- a step ---
+
+    def _apply_optimizer_parameters_(self) -> None:
+        """What all peers hold -> the model that trains."""
+        if self.local_steps is None:
+            super()._apply_optimizer_parameters_()
+        else:
+            self.local_steps.arrive()
 
     def _do(
         self, wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, grad_scaler,
