@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.progress import SwarmProgressTracker
 from volunteer_kit.swarm.state import SwarmStateAverager
@@ -103,4 +107,24 @@ def send_large_numbers(when: Path) -> None:
     average_large_parameters(when)
 
 
+def _in_the_middle(number: int) -> Callable[[], None]:
+    """In the exchange of its second round, with one message sent: a signal to all that it is, p2pd as well."""
+
+    def attack() -> None:
+        honest, rounds = SwarmAllReduce._count_sent, []  # in the averager's process
+
+        async def count_sent(self, messages):
+            if self.group_id not in rounds:
+                rounds.append(self.group_id)
+            async for message in honest(self, messages):
+                yield message
+                if len(rounds) > 1:
+                    os.killpg(0, number)
+
+        SwarmAllReduce._count_sent = count_sent
+
+    return attack
+
+
 ATTACKS = {"nan": send_nan, "weight": claim_weight, "state": average_large_parameters, "progress": claim_progress}
+ATTACKS |= {"die": _in_the_middle(signal.SIGKILL), "stall": _in_the_middle(signal.SIGSTOP)}

@@ -21,6 +21,7 @@ from volunteer_kit.optim.outer import OuterNesterov
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.codec import make_codec
 from volunteer_kit.swarm.local_steps import LocalStepsConfig
+from volunteer_kit.swarm.failures import RoundCounts
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import digest
@@ -135,7 +136,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
     generator = torch.Generator().manual_seed(settings.get("seed", 0))
     pause = threading.Event()
     probe = torch.randn(256, DIM_IN, generator=torch.Generator().manual_seed(0))  # the same on all peers
-    made, stepped, cut_off, known, complete = 0, set(), None, [], False
+    made, stepped, cut_off, known, complete, counts = 0, set(), None, [], False, RoundCounts()
     while not orders.are_done(optimizer):
         if optimizer.complete and not complete:
             complete = True
@@ -155,6 +156,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
         made += 16
         while optimizer.reports:
             report = optimizer.reports.popleft()
+            counts.count(report)
             say(
                 "epoch",
                 epoch=report.epoch,
@@ -168,6 +170,9 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 apart=report.apart,
                 remarks=report.remarks,
                 uncertain=report.uncertain,
+                cause=report.cause,
+                expected=report.expected,
+                counts=counts.as_dict(),
                 kept_until=report.kept_until,
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import StateRefused, digest
 
 A, B = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2))
+GIVEN_UP = types.SimpleNamespace(cancelled=lambda: True, began_allreduce=False)  # a round's control
 NAMES = ["weight", "bias"]
 
 
@@ -162,7 +164,7 @@ def test_an_epoch_without_gradients_makes_no_step(optimizer, monkeypatch, attend
     epoch = optimizer.local_epoch + 1
     optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
                          "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
-    optimizer._average_gradients_and_load_into_optimizer(object())
+    optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
     optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
     assert optimizer.local_epoch == epoch
     assert (digest(optimizer.state_averager.main_parameters) != before) is is_taken
@@ -204,7 +206,7 @@ def test_a_round_of_another_epoch_says_nothing_of_what_we_heard_claimed(optimize
     monkeypatch.setattr(optimizer, "_follow", None)
     optimizer._report = {"epoch": 5, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
                          "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
-    optimizer._average_gradients_and_load_into_optimizer(object())
+    optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
     assert settled == ([] if is_behind else [4])
     optimizer._follow = None
 
@@ -222,7 +224,7 @@ def alone_in_sight(optimizer, monkeypatch, swarm_epoch: int) -> None:
     epoch = optimizer.local_epoch + 1
     optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": (), "num_peers": 3, "started": 0.0,
                          "swarm_epoch": swarm_epoch, "told": optimizer.state_averager.told}  # fmt: skip
-    optimizer._average_gradients_and_load_into_optimizer(object())
+    optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
     optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
 
 

@@ -25,6 +25,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
 from volunteer_kit.robust.bounds import NORM_BOUND
+from volunteer_kit.swarm.failures import PEER_LOST, TIMEOUT, TIMEOUTS, cause_of_loss
 from volunteer_kit.swarm.held_parts import HeldPartReducer, Reduce, RefusedPart, read_values, reason_to_refuse, size_of
 from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
@@ -73,6 +74,7 @@ class SwarmAllReduce(AllReduceRunner):
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
         self.failed_reducers: list[PeerID] = []
+        self._losses: dict[PeerID, str] = {}  # members that stayed silent or are gone; the first cause
         self.otherwise: set[PeerID] = set()  # members that were told another group than we were
         self.bytes_sent = self.bytes_received = 0
         self.tensor_part_container.return_deltas = lost_parts_are_zero  # hivemind's name; it has no other use of it
@@ -107,6 +109,14 @@ class SwarmAllReduce(AllReduceRunner):
         """What is held against members that took part."""
         words = f"values more than {NORM_BOUND:g} times as long as the others', scaled down"
         return {self.sender_peer_ids[sender]: words for sender in self.tensor_part_reducer.too_long}
+
+    @property
+    def lost(self) -> dict[PeerID, str]:
+        """Members that this round lost, and how: gone, or silent for too long. Not those who were refused or led
+        apart."""
+        others = self.banned_senders - self.refused.keys() - self.otherwise - {self.peer_id}
+        never_came = {peer: TIMEOUT for peer in others - self.active_senders}
+        return dict.fromkeys(others, PEER_LOST) | never_came | self._losses
 
     @property
     def is_split(self) -> bool:
@@ -159,6 +169,7 @@ class SwarmAllReduce(AllReduceRunner):
             late = await reducer.laggards(part_index, lambda n=left: max(least, self._seconds_until(ALL_SENT) / n))
             for sender in {self.sender_peer_ids[index] for index in late} - {self.peer_id}:
                 self.refused.setdefault(sender, TOO_SLOW)
+                self._losses.setdefault(sender, TIMEOUT)
                 await self._ban_sender(sender)
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
@@ -172,6 +183,8 @@ class SwarmAllReduce(AllReduceRunner):
             if isinstance(e, ToldOtherwise):
                 await self.told_otherwise(peer_id)
             self.failed_reducers.append(peer_id)
+            if cause := cause_of_loss(e):
+                self._losses.setdefault(peer_id, cause)
             container, places = self.tensor_part_container, self._places[peer_index]
             self.lost_places.append(range(places[container._outputs_registered_by_peer[peer_index]], places[-1]))
             if not container.finished.is_set():
@@ -230,7 +243,7 @@ class SwarmAllReduce(AllReduceRunner):
             self.tensor_part_container.register_processed_part(peer_index, part_index, average)
             part_index += 1
         if part_index != len(shapes):
-            raise AllreduceException(f"{peer_id} answered {part_index} parts of {len(shapes)}")
+            raise ConnectionError(f"{peer_id} answered {part_index} parts of {len(shapes)}")
         await stream.aclose()  # the answering side waits for it: see admitted_averager.LINGER
 
     async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
@@ -264,6 +277,9 @@ class SwarmAllReduce(AllReduceRunner):
                 self.bytes_sent += len(message.buffer)
                 await self.traffic.send(len(message.buffer))
                 yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=message)
+        except TIMEOUTS:
+            self._losses.setdefault(sender, TIMEOUT)
+            raise
         except BannedException:
             pass  # given up while it was sending; nothing of it is awaited any more
         finally:

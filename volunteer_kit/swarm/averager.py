@@ -305,6 +305,7 @@ class SwarmAverager(AdmittedAverager):
         outcome.refused = {str(peer): why for peer, why in runner.refused.items()}
         outcome.remarks |= {str(peer): why for peer, why in runner.remarks.items()}
         outcome.failed_reducers = tuple(map(str, runner.failed_reducers))
+        outcome.lost = {str(peer): cause for peer, cause in runner.lost.items()}
         outcome.weights = runner.weights
         outcome.bytes_sent, outcome.bytes_received = runner.bytes_sent, runner.bytes_received
 

@@ -34,6 +34,7 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
     model_is_stale: bool = False  # that step is still on its way; the optimizer sets it
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
     told: Any = None  # what the group is told of our state; the optimizer sets it
+    sought: int = 0  # members that were expected when we began to look for the group
     # when a reducer dies, everybody loses its slice: with zeros there all still take the same step, with their own
     # gradients each would go its own way
     lost_parts_are_zero = True
@@ -59,6 +60,7 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
         return self._left_over.begin(tensors, weight, self.order)
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
+        self.sought = self.expected_group_size
         return super().schedule_step(scheduled_time, gather=self.to_tell(self.told), **kwargs)
 
     def step(self, weight: float | None = None, **kwargs):

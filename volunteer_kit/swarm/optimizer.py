@@ -10,6 +10,7 @@ from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
 
+from volunteer_kit.swarm import failures
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
 from volunteer_kit.swarm.believed_speed import Speeds
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
@@ -168,7 +169,7 @@ class SwarmOptimizer(VerifyingOptimizer):
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:
             self._settle_absence(report, Round())
-            self._finish_report(report, Round(), None)
+            self._finish_report(report, Round(), None, failures.OTHER)
 
     def believe_speeds(self, speeds: Speeds) -> None:
         """From now on nobody's weight and progress are believed beyond what its device can have done."""
@@ -186,6 +187,9 @@ class SwarmOptimizer(VerifyingOptimizer):
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
         self._report["averaged"] = super()._begin_averaging_gradients(grad_scaler)
+        # who was first seen when we had begun to look for the group could not be in it
+        expected = self.tracker.global_progress.num_peers - self.tracker.num_late
+        self._report["expected"] = min(expected, self.grad_averager.sought or expected)
         if not self._report["averaged"]:
             self.state_averager.makes_no_step = self._attends
         return self._report["averaged"]
@@ -195,14 +199,16 @@ class SwarmOptimizer(VerifyingOptimizer):
 
         With delay_grad_averaging hivemind calls this in a background thread.
         """
-        report, outcome, failure = self._report, Round(), None
+        report, outcome, failure, cause = self._report, Round(), None, None
         if maybe_step_control is not None:
             own_id, led_apart = self.dht.peer_id, self.grad_averager.led_apart
             try:
                 outcome = self._await_round(maybe_step_control)
             except BaseException as e:
                 failure = "nobody answered in time" if isinstance(e, (TimeoutError, FutureTimeoutError)) else repr(e)
-                failure = LED_APART if self.grad_averager.led_apart > led_apart else failure
+                cause = failures.cause_without_round(maybe_step_control, e)
+                if self.grad_averager.led_apart > led_apart:
+                    failure, cause = LED_APART, failures.LED_APART
             self._settle_absence(report, outcome)
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
@@ -212,6 +218,7 @@ class SwarmOptimizer(VerifyingOptimizer):
                 self._take_verdicts(outcome)
                 if outcome.verdicts is not None and not outcome.verdicts.trusted:
                     failure = failure or (OTHER_MODEL if outcome.verdicts.apart else ON_PROBATION)
+                cause = failures.cause_within_round(outcome, is_apart=failure not in (None, ON_PROBATION))
         self.state_averager.round_name = outcome.name
         if outcome.group and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
@@ -219,7 +226,7 @@ class SwarmOptimizer(VerifyingOptimizer):
         self.state_averager.makes_no_step = not (self._something_came() if outcome.group else not self._attends)
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
-            self._finish_report(report, outcome, failure)
+            self._finish_report(report, outcome, failure, cause)
 
     def _settle_absence(self, report: dict[str, Any], outcome: Round) -> None:
         self._stepped_alone = False
@@ -253,10 +260,17 @@ class SwarmOptimizer(VerifyingOptimizer):
                 raise
             return control.result(self.averaging_timeout)
 
-    def _finish_report(self, report: dict[str, Any], outcome: Round, failure: str | None) -> None:
+    def _finish_report(
+        self, report: dict[str, Any], outcome: Round, failure: str | None, cause: str | None = None
+    ) -> None:
         met = len(outcome) > 1
         if met and failure is None and self._follow is None and outcome.is_shared(self.dht.peer_id, report["told"]):
             self.uncertain_steps.shared()  # what we held before this step, that is
+        expected = max(1, report.get("expected", 1))
+        if max(expected, len(outcome)) <= 1:
+            cause = None  # with nobody to meet there was no round that could fail
+        elif cause in failures.OF_THE_LINE and self.cut_off is not None:
+            cause = failures.CUT_OFF  # it was our own line
         uncertain = failure is None or not met
         if uncertain:
             whole = met and self._follow is None and outcome.received == 1 and len(outcome) >= report["num_peers"]
@@ -275,6 +289,8 @@ class SwarmOptimizer(VerifyingOptimizer):
                 remarks={**outcome.remarks, **self.state_averager.take_remarks()},
                 failure=failure,
                 on_probation=failure == ON_PROBATION,
+                expected=expected,
+                cause=cause,
                 apart=self._follow.why if self._follow is not None else None,
                 uncertain=uncertain,
                 kept_until=self.uncertain_steps.kept_until(),

@@ -112,7 +112,8 @@ class StepReport:
     all such steps a later report tells that the swarm goes on from those up to `kept_until`, and the rest is lost;
     `on_probation`: they are computed again by others before they count;
     `apart`: why our state is not the others', who is being followed, None if it is theirs; `remarks`: peer id -> what
-    is held against it, though it took part.
+    is held against it, though it took part; `expected`: members that its group should have had, ourselves among them;
+    `cause`: one of failures.CAUSES if its round failed or lacked something, though the step was taken.
     """
 
     epoch: int
@@ -130,6 +131,18 @@ class StepReport:
     kept_until: int | None = None
     remarks: dict[str, str] = field(default_factory=dict)
     on_probation: bool = False
+    expected: int = 1
+    cause: str | None = None
+
+    @property
+    def is_round(self) -> bool:
+        """Was there anybody to average with?"""
+        return max(self.expected, self.group_size) > 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Did all meet who were expected?"""
+        return self.is_round and self.group_size >= self.expected
 
     @property
     def counted(self) -> int:

@@ -27,6 +27,7 @@ class Round:
     remarks: dict[str, str] = field(default_factory=dict)  # peer id -> what is held against it, though it took part
     kept_own: str | None = None  # why our own tensors were not replaced by the averages
     failed_reducers: tuple[str, ...] = ()
+    lost: dict[str, str] = field(default_factory=dict)  # peer id -> peer_lost or timeout, see failures.py
     weights: dict[PeerID, float] = field(default_factory=dict)  # senders that entered our slice; none in client mode
     waiting: dict[PeerID, float] = field(default_factory=dict)  # samples of those who are checked before they count
     in_agreement: bool = False
