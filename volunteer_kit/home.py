@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Totals:
     samples: int = 0  # that entered applied steps
     epochs: int = 0  # applied steps that held some of them
     seconds: float = 0.0  # of training
+    rounds: dict[str, Any] = field(default_factory=dict)  # of averaging, as swarm/failures.py counts them
 
 
 class Home:
@@ -109,7 +110,8 @@ class Home:
             samples, epochs, seconds = int(saved["samples"]), int(saved["epochs"]), float(saved["seconds"])
         except (KeyError, TypeError, ValueError):
             return Totals()
-        return Totals(samples, epochs, seconds)
+        rounds = saved.get("rounds")
+        return Totals(samples, epochs, seconds, rounds if isinstance(rounds, dict) else {})
 
     def save_totals(self, totals: Totals) -> None:
         """Raises OSError."""

@@ -278,6 +278,7 @@ class Session:
                 protocol=PROTOCOL_VERSION,
                 loss=loss if loss is not None and math.isfinite(loss) else None,
                 client_mode=self.peer.client_mode,
+                rounds=self.tally.rounds.as_dict(),
             )
         )
 

@@ -7,12 +7,13 @@ from dataclasses import asdict
 
 from volunteer_kit.home import Home, Totals
 from volunteer_kit.reading import Reading
+from volunteer_kit.swarm.failures import RoundCounts
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.callbacks import Emit
 
 
 class Tally:
-    """`samples`, `epochs`: of this process; `totals`: of all stays of this machine in this run.
+    """`samples`, `epochs`: of this process; `totals`, `rounds`: of all stays of this machine in this run.
 
     :param home: where the totals are kept; None: nowhere
     """
@@ -20,6 +21,7 @@ class Tally:
     def __init__(self, reading: Reading, home: Home | None, emit: Emit):
         self._reading, self._home, self._emit = reading, home, emit
         self.totals = home.totals() if home else Totals()
+        self.rounds = RoundCounts.read(self.totals.rounds)
         self.samples = self.epochs = 0
         self._waiting: list[tuple[int, int]] = []  # epoch, samples
         self._counted_at = time.monotonic()
@@ -31,6 +33,8 @@ class Tally:
 
     def count(self, report: StepReport) -> int:
         """A global step was taken. :returns: samples of ours that are in everybody's model by now, and were not."""
+        self.rounds.count(report)
+        self.totals.rounds = self.rounds.as_dict()
         earned = self._reading.applied(report)
         counted, epochs = self._decide(report.kept_until)
         if not report.uncertain:

@@ -72,6 +72,9 @@ class Tell(Callback):
             sent_bytes=report.bytes_sent,
             received_bytes=report.bytes_received,
             failure=report.failure,
+            cause=report.cause,
+            expected=report.expected,
+            **self.session.tally.rounds.as_dict(),
             apart=report.apart,
         )
         if self.session.tally.samples and not self._counts:  # others, who see our share beside theirs, need not wait

@@ -14,13 +14,27 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
-from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr
+from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr, validator
 
+from volunteer_kit.swarm.failures import CAUSES, MOST
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.identity import peer_id_of_owner
 
 MAX_PEERS = 10_000
 MAX_EPOCH = 2**31
+
+
+class RoundsRecord(BaseModel):
+    """How the peer's rounds went in all its stays, by its own account. Causes of newer kits are left out, so that their
+    records are not refused."""
+
+    rounds: conint(strict=True, ge=0, le=MOST) = 0
+    complete_groups: conint(strict=True, ge=0, le=MOST) = 0
+    failed: dict[str, conint(strict=True, ge=0, le=MOST)] = {}
+
+    @validator("failed", pre=True)
+    def only_known_causes(cls, failed: Any) -> Any:
+        return {c: failed[c] for c in CAUSES if c in failed} if isinstance(failed, dict) else failed
 
 
 class PeerRecord(BaseModel):
@@ -37,6 +51,7 @@ class PeerRecord(BaseModel):
     client_mode: StrictBool
     protocol: conint(strict=True, ge=0, lt=2**31) = 1  # runs.PROTOCOL_VERSION; older kits tell none
     hidden: StrictBool = False  # its name is not for the public
+    rounds: RoundsRecord | None = None  # older kits tell none
 
 
 class PeersSchema(BaseModel):

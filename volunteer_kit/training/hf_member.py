@@ -16,6 +16,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.failures import RoundCounts
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
@@ -71,6 +72,7 @@ class Member:
         self.peer: Peer | None = None
         self.swarm: SwarmOptimizer | None = None
         self.last: StepReport | None = None
+        self.rounds = RoundCounts()
         self.samples, self.loss = 0, None  # of ours that are in the model; ours, as last logged
         self.swarm_loss: float | None = None
         self._cut_off: str | None = None
@@ -214,6 +216,7 @@ class Member:
             if self.samples == 0:  # whoever signs for us has to know how fast we are
                 self._news.set()
             self.samples += self.last.counted
+            self.rounds.count(self.last)
             self._on_report(self.last)
             if self.last.failure and self.last.uncertain:
                 print(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
@@ -255,6 +258,7 @@ class Member:
             samples_per_second=self.step.samples_per_second,
             loss=self.loss,
             client_mode=self.peer.client_mode,
+            rounds=self.rounds.as_dict(),
         )
 
     # --- going ---

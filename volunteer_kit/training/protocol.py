@@ -80,6 +80,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "averaging": ("num_peers",),  # a round begins
     # one an applied global step: `samples` of this peer are seen to be the swarm's by now, mostly those of the step
     # before: the next round shows that others have it; `loss`: the step's mean; `received`: 1.0 = all parts
+    # also: `cause` (swarm/failures.py), if the round failed; of all stays, `rounds`, `complete_groups`, `failed`
     "epoch": ("epoch", "samples", "total_samples", "loss", "group_size", "received", "seconds", "sent_bytes"),
     # of all stays of this machine in this run; `waiting`: samples of steps that the others are not yet seen to have
     "totals": ("samples", "epochs", "seconds", "waiting"),
