@@ -44,6 +44,9 @@ def fill(folder: Path, stage: str, now: float | None = None) -> Path:
         _metrics(journal, end, hours, volunteers)
         _people(journal, volunteers, hours)
         _events(journal, end, volunteers, hours)
+        if volunteers > 1:
+            failed = {"no_group": 122, "peer_lost": 61, "timeout": 9} if volunteers > 40 else {}
+            journal.add_rounds(int(700 * hours), int(700 * hours) - sum(failed.values()), failed)
         if stage != "young":
             _pictures(journal, folder / "pictures", end)
     return folder

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from volunteer_kit import __version__
 from volunteer_kit.dashboard.state import SILENT_AFTER, State, profile_of
+from volunteer_kit.swarm.failures import CAUSES
 from volunteer_kit.widgets import words
 
 HERE = Path(__file__).parent
@@ -38,7 +39,8 @@ def render(state: State, *, tag: str = "", problem: str = "", poll: float = 0.0,
     return _templates().get_template("page.html").render(
         state=state, run=state["run"], now=state["now"], tag=tag, problem=problem, poll=poll, snapshot=snapshot,
         facts=facts(state), headline=headline(state), images=by_epoch(state["images"]), curves=curves(state),
-        summary=summaries(state), version=__version__, assets=_assets(), silent_after=SILENT_AFTER,
+        summary=summaries(state), failed=failed(state), version=__version__, assets=_assets(),
+        silent_after=SILENT_AFTER,
     )  # fmt: skip
 
 
@@ -64,6 +66,21 @@ def facts(state: State) -> list[words.Fact]:
         words.Fact("Loss", f"{loss:.2f}" if loss is not None else words.NOT_YET, began),
         words.Fact("Samples", large(now["samples_total"]), since),
     ]
+
+
+def failed(state: State) -> list[tuple[str, int, str]]:
+    """Of rounds that failed: why, how many, of all how many. The most frequent first."""
+    counts, total = state["rounds"]["failed"], state["rounds"]["total"]
+    found = sorted((cause for cause in counts if counts[cause]), key=lambda cause: -counts[cause])
+    return [(CAUSES[cause], counts[cause], share(counts[cause], total)) for cause in found]
+
+
+def share(part: float, whole: float) -> str:
+    """99.98 % is not 100 %, and 0.04 % not 0 %: with the digits that it takes to tell."""
+    if not whole:
+        return words.NOT_YET
+    percent = 100 * part / whole
+    return f"{percent:.0f} %" if part in (0, whole) else f"{min(max(percent, 0.01), 99.99):.2f} %"
 
 
 def large(value: float | None) -> str:
@@ -148,7 +165,7 @@ def _templates() -> Environment:
     )  # fmt: skip
     environment.filters.update(
         number=words.number, percent=words.percent, count=words.count, moment=moment, iso=iso, large=large,
-        hours=hours,
+        hours=hours, share_of=share,
     )  # fmt: skip
     environment.globals["profile_of"] = profile_of
     return environment

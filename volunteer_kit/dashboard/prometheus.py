@@ -31,6 +31,7 @@ class StateCollector(Collector):
         state = self._state()
         yield from _swarm(state)
         yield from _accounts(state["leaderboard"])
+        yield from _rounds(state["rounds"])
         events = CounterMetricFamily(f"{PREFIX}events", "What happened, by kind", labels=["kind"])
         for kind, number in sorted(state["counts"].items()):
             events.add_metric([kind], number)
@@ -60,6 +61,16 @@ def _swarm(state: Mapping[str, Any]) -> Iterator[Metric]:
         total = state["now"]["samples_total"]
         yield CounterMetricFamily(f"{PREFIX}samples", "Samples that entered applied epochs", value=total)
     yield GaugeMetricFamily(f"{PREFIX}accounts", "Accounts with credit or waiting for it", value=state["accounts"])
+
+
+def _rounds(rounds: Mapping[str, Any]) -> Iterator[Metric]:
+    yield CounterMetricFamily(f"{PREFIX}rounds", "Rounds of averaging, counted by each member", value=rounds["total"])
+    complete, text = rounds["complete_groups"], "Rounds in which all met who were expected"
+    yield CounterMetricFamily(f"{PREFIX}rounds_complete_groups", text, value=complete)
+    failed = CounterMetricFamily(f"{PREFIX}rounds_failed", "Rounds that failed, by cause", labels=["cause"])
+    for cause, number in rounds["failed"].items():
+        failed.add_metric([cause], number)
+    yield failed
 
 
 def _accounts(leaders: list[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ from volunteer_kit.dashboard.happenings import SOMEBODY, Names, told
 from volunteer_kit.journal import JournalReader
 from volunteer_kit.journal.bounds import account_key
 from volunteer_kit.runs import RunConfig
+from volunteer_kit.swarm.failures import CAUSES
 from volunteer_kit.widgets.words import plain
 
 State = dict[str, Any]
@@ -47,7 +48,7 @@ def empty_state(run: Mapping[str, Any]) -> State:
     return {
         "run": {**run, "status": "waiting", "began": None},
         "now": now, "devices": [], "history": [], "accounts": 0, "samples": 0,
-        "leaderboard": [], "images": [], "events": [], "counts": {},
+        "leaderboard": [], "images": [], "events": [], "counts": {}, "rounds": _rounds({}),
     }  # fmt: skip
 
 
@@ -68,6 +69,7 @@ def build_state(journal: JournalReader, run: Mapping[str, Any], time: float) -> 
         state["images"] = [_image(row, names) for row in journal.pictures(IMAGES)]
         state["events"] = told(_events(journal), names)[:EVENTS]
         state["counts"] = journal.counts()
+        state["rounds"] = _rounds(journal.rounds())
     return state
 
 
@@ -100,6 +102,17 @@ def _devices(members: list[Mapping[str, Any]]) -> list[State]:
     return [
         {"device": d, "number": number[d], "samples_per_second": speed[d]} for d in [*frequent, "others"] if d in number
     ]
+
+
+def _rounds(counts: Mapping[str, int]) -> State:
+    """As members count them: a round of ten counts ten times. Every cause has its number, also 0."""
+    total, complete = counts.get("rounds", 0), counts.get("complete_groups", 0)
+    return {
+        "total": total,
+        "complete_groups": complete,
+        "complete_share": complete / total if total else None,
+        "failed": {cause: counts.get(cause, 0) for cause in CAUSES},
+    }
 
 
 def _leaders(accounts: list, members: list, total: int, names: Names) -> list[State]:

@@ -36,6 +36,8 @@ CREATE TABLE leaderboard (
 ) WITHOUT ROWID;
 CREATE TABLE hidden (account TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+# came later; older kits' readers do not miss it, and older files get it when they are written to
+_ROUNDS = "CREATE TABLE IF NOT EXISTS rounds (name TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID"
 
 
 class JournalError(OSError):
@@ -55,6 +57,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA synchronous = NORMAL")  # whole after kill -9; a power cut may take the last rows
             connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT}")
             _make_tables(connection, path)
+            connection.execute(_ROUNDS)
         except BaseException:
             connection.close()
             raise

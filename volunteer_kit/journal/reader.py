@@ -136,6 +136,13 @@ class JournalReader:
         """How many events of each kind there ever were."""
         return {row["kind"]: row["number"] for row in self._all("SELECT * FROM counts")}
 
+    def rounds(self) -> dict[str, int]:
+        """Rounds of averaging, each counted by every member: "rounds", "complete_groups", and those that failed by
+        cause. Empty in files of older kits."""
+        if not self._one("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'rounds'"):
+            return {}
+        return {row["name"]: row["number"] for row in self._all("SELECT * FROM rounds")}
+
     def pictures(self, limit: int = 24) -> list[Row]:
         """Newest first: id, time, epoch, caption, path (relative to the journal's folder)."""
         return self._all("SELECT * FROM pictures ORDER BY epoch DESC, id LIMIT ?", (limit,))

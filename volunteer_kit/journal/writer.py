@@ -98,6 +98,18 @@ class Journal(JournalReader):
                 (kind, EVENTS_OF_A_KIND),
             )
 
+    def add_rounds(self, rounds: int, complete_groups: int, failed: Mapping[str, int]) -> None:
+        """So many more, as members count them.
+
+        :param complete_groups: of these, all met who were expected; :param failed: by cause
+        """
+        more = {"rounds": rounds, "complete_groups": complete_groups, **dict(list(failed.items())[: bounds.FIELDS])}
+        rows = [(line(name, bounds.NAME), whole(number)) for name, number in more.items() if number]
+        with self._writing() as db:
+            db.executemany(
+                "INSERT INTO rounds VALUES (?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number", rows
+            )
+
     def add_picture(self, time: float, epoch: int, caption: str, path: str | Path) -> None:
         """A PNG that the model drew. Raises ValueError if `path` is not below the journal's folder."""
         folder = self.path.parent.resolve()

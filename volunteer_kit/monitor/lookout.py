@@ -15,6 +15,7 @@ from volunteer_kit.monitor.member import Member
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import People
 from volunteer_kit.monitor.recording import Recorder
+from volunteer_kit.monitor.rounds import Rounds
 from volunteer_kit.monitor.summary import Summary, summarize
 from volunteer_kit.monitor.turn import MonitorBoard
 from volunteer_kit.swarm.records import PeerRecord
@@ -66,7 +67,7 @@ class Lookout:
         self.records: dict[PeerID, PeerRecord] = {}
         self.others: list[PeerID] = []
         self._member, self._notes, self._recorder, self._pace, self._more = member, notes, recorder, pace, more
-        self._people = People(notes, member.admission)
+        self._people, self._rounds = People(notes, member.admission), Rounds(notes)
         run = member.run
         self._monitors = MonitorBoard(member.peer.dht, run.run_id, run.fingerprint, member.is_monitor)
         self._refused = 0
@@ -111,6 +112,7 @@ class Lookout:
         measured = None if pace is None else pace * member.run.target_batch_size
         self.summary = summarize(claims, measured, member.optimizer.options.max_samples_per_second)
         self._people.look(self.records, claims)
+        self._rounds.look(self.records, (claim.peer_id for claim in claims), member.epoch)
         self._tell_refusals()
         self._write()
 
