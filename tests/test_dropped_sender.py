@@ -65,6 +65,7 @@ async def change_its_weight(message):
     yield averaging_pb2.AveragingData(tensor_part=message.tensor_part, weight=2 * message.weight)
 
 
+LOST = {hang_up: {DROPPED: "peer_lost"}, fall_silent: {DROPPED: "timeout"}, end_early: {DROPPED: "peer_lost"}}
 HOW = [hang_up, fall_silent, end_early, send_half_a_part, send_nan, change_its_weight]
 
 
@@ -87,6 +88,7 @@ def test_a_sender_that_is_dropped_in_the_middle(how):
         assert whole.any() and rest.any()
         assert DROPPED not in runners[i].weights, "a giver is who gave all"
         assert runners[i].weights.keys() >= {runners[0].peer_id, runners[1].peer_id}
+        assert runners[i].lost == LOST.get(how, {}), "whoever gave all, or was refused, is not lost"
     if how is send_nan:
         assert_equal_bytes(results[:2])
 

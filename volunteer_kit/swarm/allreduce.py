@@ -113,8 +113,8 @@ class SwarmAllReduce(AllReduceRunner):
     @property
     def lost(self) -> dict[PeerID, str]:
         """Members that this round lost, and how: gone, or silent for too long. Not those who were refused or led
-        apart."""
-        others = self.banned_senders - self.refused.keys() - self.otherwise - {self.peer_id}
+        apart; nor those who hung up when they had given all, whom hivemind bans as well."""
+        others = self.banned_senders - self.refused.keys() - self.otherwise - self.weights.keys() - {self.peer_id}
         never_came = {peer: TIMEOUT for peer in others - self.active_senders}
         return dict.fromkeys(others, PEER_LOST) | never_came | self._losses
 
