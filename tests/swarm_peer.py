@@ -20,8 +20,8 @@ from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.optim.outer import OuterNesterov
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.codec import make_codec
-from volunteer_kit.swarm.local_steps import LocalStepsConfig
 from volunteer_kit.swarm.failures import RoundCounts
+from volunteer_kit.swarm.local_steps import LocalStepsConfig
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import digest
