@@ -23,7 +23,7 @@ from volunteer_kit.swarm.admitted_averager import MAX_GATHERED_BYTES, AdmittedAv
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.round import Round
-from volunteer_kit.swarm.told_group import in_proportion
+from volunteer_kit.swarm.shares import in_proportion
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 
@@ -171,9 +171,9 @@ def test_garbage_from_a_leader_fails_the_round_and_nothing_else(averager, only_f
 @pytest.mark.parametrize(
     "told, most, why",
     [
-        ([10.0] * 6 + [1e12], 0.3, "one takes the whole vector"),
+        ([10.0] * 6 + [1e12], 0.51, "one takes the whole vector"),
         ([10.0] * 2 + [1e12], 0.75, "likewise, of three"),
-        ([10.0] * 8 + [1e12] * 7, 0.1, "seven of fifteen do, each by the others"),
+        ([10.0] * 8 + [1e12] * 7, 0.15, "seven of fifteen do, each by the others"),
         ([None] * 6 + [1e12], 0.2, "nobody else has said anything"),
         ([None] * 6 + [1e-3], 0.2, "likewise"),
         ([10.0] * 6 + [1e-3], 0.2, "who has next to nothing reduces nothing"),

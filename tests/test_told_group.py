@@ -150,8 +150,8 @@ def place_of_another(message, known) -> int:
 def tell_another_bandwidth(message, known) -> None:
     """The follower is to cut the tensors elsewhere."""
     third = place_of_another(message, known)
-    bandwidth, mode, words = MSGPackSerializer.loads(message.gathered[third])
-    message.gathered[third] = MSGPackSerializer.dumps([bandwidth * 7, mode, words])
+    bandwidth, *more = MSGPackSerializer.loads(message.gathered[third])
+    message.gathered[third] = MSGPackSerializer.dumps([bandwidth * 7, *more])
 
 
 def tell_another_order(message, known) -> None:
@@ -177,8 +177,8 @@ class MisquotingLeader(SwarmAverager):
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         if self.lies:
             self.lies = False
-            _, mode, words = MSGPackSerializer.loads(request.gather)
-            request.gather = MSGPackSerializer.dumps([1.0, mode, words])
+            _, *more = MSGPackSerializer.loads(request.gather)
+            request.gather = MSGPackSerializer.dumps([1.0, *more])
         async for message in super().rpc_join_group(request, context):
             yield message
 

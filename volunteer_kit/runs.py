@@ -37,7 +37,7 @@ from volunteer_kit.run_tokenizers import (
 )
 from volunteer_kit.swarm.sparse_codec import bits_per_value
 
-PROTOCOL_VERSION = 3  # raise it when peers of two releases can no longer average with each other
+PROTOCOL_VERSION = 4  # raise it when peers of two releases can no longer average with each other
 
 Caption = Annotated[str, Field(min_length=3, max_length=200)]
 

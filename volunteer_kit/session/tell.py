@@ -25,7 +25,7 @@ class Tell(Callback):
         self._last_step = self._last_record = 0.0
         self._skipped: dict[str, int] = {}
         self._counts = False  # some of our samples
-        self._told_probation = False
+        self._told_probation = self._told_slow_network = False
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None:
         now = time.monotonic()
@@ -94,6 +94,9 @@ class Tell(Callback):
         elif report.failure or report.apart:
             how = "Out of step with the others for a moment: this machine takes their model and goes on."
             self.session.emit("warning", kind="round", message=how)
+        if report.slow_network is not None and not self._told_slow_network:
+            self._told_slow_network = True
+            self.session.emit("warning", kind="network", message=report.slow_network)
         for peer, why in report.refused.items():
             message = f"Left out of epoch {report.epoch}: {peer}: {why}."
             self.session.emit("warning", kind="refused", message=message)

@@ -28,6 +28,7 @@ from volunteer_kit.robust.bounds import NORM_BOUND
 from volunteer_kit.swarm.failures import PEER_LOST, TIMEOUT, TIMEOUTS, cause_of_loss
 from volunteer_kit.swarm.held_parts import HeldPartReducer, Reduce, RefusedPart, read_values, reason_to_refuse, size_of
 from volunteer_kit.swarm.left_over import RoundsShare
+from volunteer_kit.swarm.line_speed import Answers
 from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
 from volunteer_kit.swarm.traffic import Traffic
 
@@ -69,8 +70,11 @@ class SwarmAllReduce(AllReduceRunner):
         super().__init__(compression=compression, **kwargs)
         if share is not None:
             self.tensor_part_container.compression = share.sending(compression)
-        self._began, self._round_timeout = time.monotonic(), round_timeout
+        self.began, self._round_timeout = time.monotonic(), round_timeout
         self.traffic = traffic or Traffic()
+        self.answers = Answers(sum(peer != self.peer_id for peer in self.sender_peer_ids), self.traffic.speed.note)
+        self.answered: dict[PeerID, float] = {}  # s until a reducer's last answer
+        self.too_slow: set[PeerID] = set()  # senders left out for it
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
         self.failed_reducers: list[PeerID] = []
@@ -146,7 +150,7 @@ class SwarmAllReduce(AllReduceRunner):
 
     def _seconds_until(self, share: float) -> float | None:
         """Of the round's time; None: there is no such time."""
-        return None if self._round_timeout is None else self._began + share * self._round_timeout - time.monotonic()
+        return None if self._round_timeout is None else self.began + share * self._round_timeout - time.monotonic()
 
     async def _handle_missing_senders(self) -> None:
         await asyncio.gather(super()._handle_missing_senders(), self._drop_laggards())
@@ -170,6 +174,7 @@ class SwarmAllReduce(AllReduceRunner):
             for sender in {self.sender_peer_ids[index] for index in late} - {self.peer_id}:
                 self.refused.setdefault(sender, TOO_SLOW)
                 self._losses.setdefault(sender, TIMEOUT)
+                self.too_slow.add(sender)
                 await self._ban_sender(sender)
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
@@ -244,6 +249,7 @@ class SwarmAllReduce(AllReduceRunner):
             part_index += 1
         if part_index != len(shapes):
             raise ConnectionError(f"{peer_id} answered {part_index} parts of {len(shapes)}")
+        self.answered[peer_id] = time.monotonic() - self.began
         await stream.aclose()  # the answering side waits for it: see admitted_averager.LINGER
 
     async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
@@ -275,6 +281,7 @@ class SwarmAllReduce(AllReduceRunner):
                 _, message = await reducer.accumulate_part(sender_index, part_index, counted, weight)
                 part_index += 1
                 self.bytes_sent += len(message.buffer)
+                self.answers.answer(sender, len(message.buffer), part_index == reducer.num_parts)
                 await self.traffic.send(len(message.buffer))
                 yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=message)
         except TIMEOUTS:

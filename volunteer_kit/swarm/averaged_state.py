@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm.agreement import BEGINNING, advance, prevailing, read_all
@@ -44,7 +45,12 @@ class AveragedState(ArrivingState):
         try:
             self._bound_round()
             control = DecentralizedAverager.step(
-                self, gather=self.to_tell(self.told), timeout=timeout, require_trigger=True, wait=False
+                self,
+                gather=self.to_tell(self.told),
+                scheduled_time=get_dht_time(),  # then as long as groups have taken; hivemind's is a matchmaking_time
+                timeout=timeout,
+                require_trigger=True,
+                wait=False,
             )
             control.allow_allreduce()
             outcome = control.result(timeout=timeout)

@@ -33,17 +33,18 @@ from volunteer_kit.swarm.believed_speed import Limits
 from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.left_over import RoundsShare
+from volunteer_kit.swarm.pace import Pace
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import (
     MAX_GROUP_ID,
     MISQUOTED,
     OTHER_GROUP,
+    REQUEST_SHARE,
     UNUSABLE,
     LedApart,
     WaryMatchmaking,
     as_exchanged,
     in_order,
-    in_proportion,
     leaders_id,
     read_entry,
 )
@@ -87,7 +88,11 @@ class SwarmAverager(AdmittedAverager):
         self._outer_pipe = Outbox(self._outer_pipe)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
-        self.matchmaking_kwargs["request_timeout"] = min(self.matchmaking_kwargs["request_timeout"], 0.8 * patience)
+        longest = min(self.matchmaking_kwargs["request_timeout"], REQUEST_SHARE * patience)
+        self.matchmaking_kwargs["request_timeout"] = longest
+        self._patience_value = mp.Value(ctypes.c_double, patience)
+        self._follows = mp.Value(ctypes.c_bool, False)
+        self.pace = Pace(self.serializer, self.traffic.speed, self.bandwidth, self._exchange_timeout)
         if start:
             self.run_in_background(await_ready=True)
 
@@ -99,6 +104,16 @@ class SwarmAverager(AdmittedAverager):
     @expected_group_size.setter
     def expected_group_size(self, value: int) -> None:
         self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
+
+    @property
+    def patience(self) -> float:
+        """s that we have learnt to wait for who is expected, matchmaking_time at most."""
+        return self._patience_value.value
+
+    @property
+    def is_following(self) -> bool:
+        """Do we wait in a group that another member leads?"""
+        return bool(self._follows.value)
 
     @property
     def order(self) -> int:
@@ -126,6 +141,8 @@ class SwarmAverager(AdmittedAverager):
         self._remarks = {}
         self._matchmaking.schema_hash = under_order(self.schema_hash, self.order)
         self._matchmaking.target_group_size = self.expected_group_size if self.expected_group_size > 1 else None
+        self._matchmaking.on_following = lambda follows: setattr(self._follows, "value", follows)
+        step._data_for_gather = self.pace.told(step.data_for_gather)
         woken = step.wait_for_cancel
 
         async def wait_until_cancelled():
@@ -141,6 +158,8 @@ class SwarmAverager(AdmittedAverager):
                 raise
         except asyncio.TimeoutError:
             pass  # the control has it already; nobody awaits this task, and what it raises is printed as a traceback
+        finally:
+            self._patience_value.value = self._matchmaking.patience.seconds
 
     def run(self) -> None:
         end_with_parent()
@@ -163,9 +182,10 @@ class SwarmAverager(AdmittedAverager):
         first = await anext(stream)
         if first.group_id not in self._running_groups and not self._was_split(first.group_id):
             await self._pending_groups_registered.wait()
-        if first.group_id in self._running_groups:
+        runner = self._running_groups.get(first.group_id)
+        if runner is not None:
             # hivemind awaits this future bare: a member that hangs up meanwhile would cancel it, and the round, for all
-            await asyncio.wait({self._running_groups[first.group_id]})
+            await asyncio.wait({runner})
         if self._was_split(first.group_id):  # not left to hivemind, which would wait for our next round
             yield averaging_pb2.AveragingData(code=OTHER_GROUP)
         else:
@@ -174,7 +194,12 @@ class SwarmAverager(AdmittedAverager):
                     await self._hear_of_other_group(context.remote_id, first.group_id)
                     message = averaging_pb2.AveragingData(code=OTHER_GROUP)
                 yield message
-        await asyncio.sleep(LINGER)
+        try:
+            await asyncio.sleep(LINGER)
+        except asyncio.CancelledError:
+            if runner is not None and runner.done() and not runner.cancelled():
+                runner.result().answers.hung_up(context.remote_id)
+            raise
 
     def _was_split(self, group_id: bytes) -> bool:
         """Have we left a round under this name because its leader had told members different groups?"""
@@ -192,6 +217,10 @@ class SwarmAverager(AdmittedAverager):
 
     @contextlib.contextmanager
     def _register_allreduce_group(self, group_info: GroupInfo):
+        if self._exchange_timeout is not None:  # hivemind reads _allreduce_timeout next
+            beside = self._allreduce_timeout - self._exchange_timeout
+            self._exchange_timeout = self.pace.exchange_seconds(group_info)
+            self._allreduce_timeout = self._exchange_timeout + beside
         with super()._register_allreduce_group(as_exchanged(group_info)):
             try:
                 yield
@@ -223,8 +252,9 @@ class SwarmAverager(AdmittedAverager):
                 outcome.in_agreement = True
                 self._running_groups[group_info.group_id].cancel()  # nobody will send anything
             else:
+                shares = self.pace.proportions(group_info, bandwidths)
                 fractions = await asyncio.get_running_loop().run_in_executor(
-                    None, load_balance_peers, self.total_size, in_proportion(bandwidths), min_vector_size
+                    None, load_balance_peers, self.total_size, shares, min_vector_size
                 )
                 async with enter_asynchronously(self.get_tensors()) as tensors:
                     await self._run_allreduce_inplace_(
@@ -315,7 +345,12 @@ class SwarmAverager(AdmittedAverager):
             averages = [] if runner.is_split else [average async for average in runner]
         except AllreduceException:
             if not runner.is_split:
+                self.pace.failed()
                 raise
+        except asyncio.CancelledError:  # hivemind's, when the time is up
+            self.pace.failed()
+            raise
         if runner.is_split:
             raise LedApart
+        self.pace.over(runner, self.peer_id)
         return averages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from hivemind.averaging.control import StepControl
 from hivemind.optim.grad_averager import GradientAverager
+from hivemind.utils import get_dht_time
 
 from volunteer_kit.robust.messages import Samples
 from volunteer_kit.swarm.codec import leaves_out
@@ -33,6 +35,7 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
     stale: int = 0  # of them, the first so many were computed on the model before the last step
     model_is_stale: bool = False  # that step is still on its way; the optimizer sets it
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
+    due: float = math.inf  # DHT time at which the epoch should end; the optimizer sets it
     told: Any = None  # what the group is told of our state; the optimizer sets it
     sought: int = 0  # members that were expected when we began to look for the group
     # when a reducer dies, everybody loses its slice: with zeros there all still take the same step, with their own
@@ -61,6 +64,10 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
         self.sought = self.expected_group_size
+        """A group that is looked for early waits for who is expected until the epoch is due, at least."""
+        if scheduled_time is None:
+            now = get_dht_time()
+            scheduled_time = max(now, min(self.due, now + self.matchmaking_kwargs["min_matchmaking_time"]))
         return super().schedule_step(scheduled_time, gather=self.to_tell(self.told), **kwargs)
 
     def step(self, weight: float | None = None, **kwargs):

@@ -13,6 +13,7 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from volunteer_kit.swarm import failures
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
 from volunteer_kit.swarm.believed_speed import Speeds
+from volunteer_kit.swarm.deadlines import USUAL_ROUNDS, too_slow_network
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.receipts import Reduced
@@ -22,6 +23,7 @@ from volunteer_kit.swarm.uncertain import UncertainSteps
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
 GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
+AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a follower
 OTHER_MODEL = "our model was not the others'"
 ON_PROBATION = "they are computed again by others first, and are credited when they were found right"
 ALONE_AFTER_ALL = 90.0  # s without anybody until a peer that has met others takes itself for the swarm
@@ -41,6 +43,7 @@ class SwarmOptimizer(VerifyingOptimizer):
 
     def __init__(self, *, peer: Peer, options: SwarmOptions, **parts: Any):
         self.reports: deque[StepReport] = deque(maxlen=1000)  # of global steps not yet taken by the trainer
+        self._rounds: deque[float] = deque(maxlen=USUAL_ROUNDS)  # s, of the last rounds from meeting to the last answer
         self._report: dict[str, Any] = {}  # of the global step under way
         self._last_began: float | None = None  # time.monotonic() of our last round
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
@@ -130,6 +133,7 @@ class SwarmOptimizer(VerifyingOptimizer):
 
     def _prepare_to_meet(self) -> None:
         self.grad_averager.told = self.state_averager.told
+        self.grad_averager.due = self.tracker.estimated_next_update_time
         for averager in (self.grad_averager, self.state_averager):
             averager.expected_group_size = self.tracker.global_progress.num_peers - self.tracker.num_late
             averager.order = self.state_averager.obeyed
@@ -201,6 +205,7 @@ class SwarmOptimizer(VerifyingOptimizer):
         """
         report, outcome, failure, cause = self._report, Round(), None, None
         if maybe_step_control is not None:
+            report["triggered"] = time.perf_counter()
             own_id, led_apart = self.dht.peer_id, self.grad_averager.led_apart
             try:
                 outcome = self._await_round(maybe_step_control)
@@ -219,6 +224,8 @@ class SwarmOptimizer(VerifyingOptimizer):
                 if outcome.verdicts is not None and not outcome.verdicts.trusted:
                     failure = failure or (OTHER_MODEL if outcome.verdicts.apart else ON_PROBATION)
                 cause = failures.cause_within_round(outcome, is_apart=failure not in (None, ON_PROBATION))
+        if outcome.group:
+            self._rounds.append(time.perf_counter() - report["triggered"])
         self.state_averager.round_name = outcome.name
         if outcome.group and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
@@ -251,14 +258,24 @@ class SwarmOptimizer(VerifyingOptimizer):
 
     def _await_round(self, control: StepControl) -> Round:
         """The round's outcome. Raises TimeoutError, and leaves, when no group is found while one should have been:
-        the others have gone on without us, and what is left is to follow them."""
-        try:
-            return control.result(GROUP_PATIENCE * self.matchmaking_time)
-        except FutureTimeoutError:  # not the built-in one on Python 3.10
-            if control.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
-                control.cancel()
-                raise
-            return control.result(self.averaging_timeout)
+        the others have gone on without us, and what is left is to follow them.
+
+        Where groups come together faster than the run allows for, nobody is looked for as long either; but who waits in
+        a group waits on, for its leader may have seen less of them and wait a whole matchmaking_time.
+        """
+        most = GROUP_PATIENCE * self.matchmaking_time
+        began, seconds = time.monotonic(), max(self.matchmaking_time, GROUP_PATIENCE * self.grad_averager.patience)
+        while True:
+            try:
+                return control.result(min(seconds, most))
+            except FutureTimeoutError:  # not the built-in one on Python 3.10
+                if control.stage not in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
+                    return control.result(self.averaging_timeout)
+                most -= time.monotonic() - began
+                began, seconds = time.monotonic(), AGAIN * self.matchmaking_time
+                if most <= 0 or not self.grad_averager.is_following:
+                    control.cancel()
+                    raise
 
     def _finish_report(
         self, report: dict[str, Any], outcome: Round, failure: str | None, cause: str | None = None
@@ -288,6 +305,7 @@ class SwarmOptimizer(VerifyingOptimizer):
                 refused=outcome.refused,
                 remarks={**outcome.remarks, **self.state_averager.take_remarks()},
                 failure=failure,
+                slow_network=too_slow_network(self._rounds, self.tracker.seconds_of_computing, self.target_batch_size),
                 on_probation=failure == ON_PROBATION,
                 expected=expected,
                 cause=cause,

@@ -22,9 +22,11 @@ class SwarmOptions:
 
     :param run_key: prefix of all DHT keys: run id and fingerprint, so that peers of different runs never meet
     :param target_batch_size: samples of one epoch, swarm-wide
-    :param matchmaking_time: s to wait for others before a round; the larger the slower the slowest line. Raise it when
-        rounds have fewer members than the swarm
+    :param matchmaking_time: s to wait for others before a round, at most; where groups come together sooner, no longer
+        than they take. The larger the slower the slowest line. Raise it when rounds have fewer members than the swarm
     :param averaging_timeout: s after which a round is given up; twice what a round takes
+    :param allreduce_timeout: s after which an exchange is given up, at most; once some rounds were seen, a few
+        deviations after what they take
     :param next_chunk_timeout: s without a part from a member after which it is given up
     :param average_state_every: epochs between rounds in which parameters are averaged if they differ; 0: none, who is
         apart downloads. For lines so bad that most rounds leave most peers apart
@@ -110,7 +112,8 @@ class StepReport:
     `samples`: this peer's own that were in it; `names`: what they are called; `failure`: why no round of averaging took
     them in, None if one did or nobody was in sight; `uncertain`: not known yet whether the others have this step; of
     all such steps a later report tells that the swarm goes on from those up to `kept_until`, and the rest is lost;
-    `on_probation`: they are computed again by others before they count;
+    `on_probation`: they are computed again by others before they count; `slow_network`: that the network cannot keep
+    up, and which target batch would do;
     `apart`: why our state is not the others', who is being followed, None if it is theirs; `remarks`: peer id -> what
     is held against it, though it took part; `expected`: members that its group should have had, ourselves among them;
     `cause`: one of failures.CAUSES if its round failed or lacked something, though the step was taken.
@@ -131,6 +134,7 @@ class StepReport:
     kept_until: int | None = None
     remarks: dict[str, str] = field(default_factory=dict)
     on_probation: bool = False
+    slow_network: str | None = None
     expected: int = 1
     cause: str | None = None
 

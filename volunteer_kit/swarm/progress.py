@@ -145,6 +145,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.highest_claim = 0  # epoch that somebody claims, believed or not
         self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
         self.num_late = 0  # of these, who will not be in the next round: they are gone, or have a state to take first
+        self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
         self._trained = -math.inf  # the last epoch that samples of ours are of
         self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
@@ -280,6 +281,8 @@ class SwarmProgressTracker(ProgressTracker):
         }
         self.claims_dropped += len(kept) - len(trusted)
         speeds = sorted(claim.samples_per_second for claim, _ in trusted.values())
+        # the speeds are of devices that compute: hivemind does not count what a round keeps them waiting
+        self.seconds_of_computing = self.target_batch_size / sum(speeds) if sum(speeds) > 0 else math.inf
         self._typical_speed = speeds[(len(speeds) - 1) // 2] if speeds else math.inf
         progress = super()._parse_swarm_progress_data(
             {

@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median_low
 from typing import Any
 
 from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.averaging.partition import AllreduceException
@@ -28,17 +28,21 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.serializer import SerializerBase
 
+from volunteer_kit.swarm.deadlines import Deadline
+from volunteer_kit.swarm.shares import MAX_NAMED, NAME_SIZE
+
 LED_APART = "the leader told members different groups"
 MISQUOTED = "the leader told the group something else of us than we had told it"
 # what a member answers that runs a group of other words at this moment; who has just left any answers BAD_GROUP_ID
 OTHER_GROUP = averaging_pb2.PROTOCOL_VIOLATION
 MAX_GROUP_ID = 64  # bytes; hivemind's have 20
 DIGEST_SIZE = 16
+# of the run's matchmaking_time, and s: waited for who is expected, at least. An entry takes a second or two to spread
+MATCHMAKING_FLOOR, LEAST_MATCHMAKING = 1 / 5, 1.0
+REQUEST_SHARE = 0.8  # of that time, for a leader's answer; two that ask each other are deadlocked for so long
 AVOIDED_FOR = 300.0  # s that a leader is not followed again; it may still take part
 MIN_BANDWIDTH, MAX_BANDWIDTH = 1e-3, 1e12  # in any unit that somebody may take, and load balancing can calculate with
-# times the usual bandwidth: what more counts as, and who has less reduces nothing. hivemind's load balancing gives one
-# that has n - 1 times as much as the n - 1 others the whole vector: of three members, one that says twice
-FASTEST, SLOWEST = 1.5, 1e-4
+MAX_SECONDS = 1e6  # that anybody can say a round takes
 
 
 class ToldOtherwise(AllreduceException):
@@ -58,11 +62,14 @@ class LedApart(MatchmakingException):
 
 @dataclass(frozen=True)
 class Entry:
-    """What one member tells its group of itself; see DecentralizedAverager.step."""
+    """What one member tells its group of itself: hivemind's three, see DecentralizedAverager.step, and our own; of
+    these, what cannot be read is as if it had not been told."""
 
-    bandwidth: float | None  # None: as much as the others have
+    bandwidth: float | None  # Mbit/s; None: as much as the others have
     mode: AveragingMode
     words: Any
+    seconds: float | None = None  # that it has learnt to await a round; None: it does not know
+    late: frozenset[bytes] = frozenset()  # names of reducers that it has seen being late
 
 
 UNUSABLE = Entry(0.0, AveragingMode.AUX, None)  # neither sends nor reduces
@@ -71,7 +78,7 @@ UNUSABLE = Entry(0.0, AveragingMode.AUX, None)  # neither sends nor reduces
 def read_entry(data: bytes, serializer: type[SerializerBase]) -> Entry | None:
     """None: no group could use it."""
     try:
-        bandwidth, mode, user_data = serializer.loads(data)
+        bandwidth, mode, user_data, *more = serializer.loads(data)
         words = serializer.loads(user_data)
     except Exception:  # whatever a stranger's bytes make of the serializer
         return None
@@ -79,21 +86,29 @@ def read_entry(data: bytes, serializer: type[SerializerBase]) -> Entry | None:
         return None
     if bandwidth is not None and not _is_bandwidth(bandwidth):
         return None
-    return Entry(bandwidth, AveragingMode(mode), words)
+    seconds, late = more[0][:2] if more and type(more[0]) is list and len(more[0]) >= 2 else (None, ())
+    return Entry(bandwidth, AveragingMode(mode), words, _read_seconds(seconds), _read_names(late))
+
+
+def with_pace(
+    data: bytes, serializer: type[SerializerBase], bandwidth: float | None, seconds: float | None, late: Sequence[bytes]
+) -> bytes:
+    """The entry that hivemind has made, with what our rounds have shown. Later kits may tell more behind it."""
+    _, mode, user_data = serializer.loads(data)[:3]
+    return serializer.dumps([bandwidth, mode, user_data, [seconds, list(late)]])
+
+
+def _read_seconds(told: Any) -> float | None:
+    return float(told) if type(told) in (int, float) and 0 < told < MAX_SECONDS else None
+
+
+def _read_names(told: Any) -> frozenset[bytes]:
+    names = told[:MAX_NAMED] if type(told) in (list, tuple) else ()
+    return frozenset(name for name in names if isinstance(name, bytes) and len(name) == NAME_SIZE)
 
 
 def _is_bandwidth(told: Any) -> bool:
     return type(told) in (int, float) and (told == 0 or MIN_BANDWIDTH <= told <= MAX_BANDWIDTH)
-
-
-def in_proportion(bandwidths: Sequence[float | None]) -> list[float | None]:
-    """As multiples of what is usual in the group, the median. Nobody reduces nearly everything because it says that it
-    can: more than FASTEST times as much counts as so much."""
-    known = [bandwidth for bandwidth in bandwidths if bandwidth]
-    if not known:
-        return list(bandwidths)
-    shares = [None if bandwidth is None else bandwidth / median_low(known) for bandwidth in bandwidths]
-    return [share if share is None else 0.0 if share < SLOWEST else min(share, FASTEST) for share in shares]
 
 
 # --- what a leader told of them ---
@@ -137,11 +152,47 @@ class WaryMatchmaking(Matchmaking):
     follow again who led us apart."""
 
     leader: PeerID | None = None
+    on_following: Callable[[bool], None] = staticmethod(lambda follows: None)  # told when we begin and cease to
 
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
         self._misquoted: deque[bytes] = deque(maxlen=16)  # ids of groups
+        self._current_leader: PeerID | None = None
         super().__init__(*args, **kwargs)
+        self._longest_request = self.request_timeout
+        least = max(LEAST_MATCHMAKING, self.min_matchmaking_time * MATCHMAKING_FLOOR)
+        self.patience = Deadline(self.min_matchmaking_time, floor=least)
+
+    @property
+    def current_leader(self) -> PeerID | None:
+        """Whose group we wait in; hivemind's attribute."""
+        return self._current_leader
+
+    @current_leader.setter
+    def current_leader(self, leader: PeerID | None) -> None:
+        self._current_leader = leader
+        self.on_following(leader is not None)
+
+    async def look_for_group(self, step: StepControl) -> GroupInfo | None:
+        """Wait for who is expected as long as the last groups took to come together, from when we began to look.
+
+        All see the same end of it, so whoever begins early learns to wait longer, and expirations, by which hivemind
+        chooses the leader, agree better than the waits do. A client leads nobody; it asks with the run's whole time,
+        or leaders that wait longer than it does would refuse it.
+        """
+        began = time.monotonic()
+        if not self.client_mode:
+            self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = self.patience.seconds
+            self.request_timeout = min(self._longest_request, REQUEST_SHARE * self.patience.seconds)
+        group = await super().look_for_group(step)
+        expected = self.target_group_size
+        if group is None:
+            self.patience.failed()
+        elif expected is not None and group.group_size >= expected:
+            self.patience.succeeded(time.monotonic() - began)
+        elif expected is not None:
+            self.patience.failed((expected - group.group_size) / expected)
+        return group
 
     def avoid(self, leader: PeerID) -> None:
         if leader != self.peer_id:

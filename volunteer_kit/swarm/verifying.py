@@ -20,8 +20,8 @@ from volunteer_kit.swarm.verified_exchange import Verdicts
 logger = get_logger(__name__)
 # of the epoch before the round's, the round's own, and those that begin while validators and then jurors compute
 KEPT_MODELS = 4
-# matchmaking times; of others' samples between two microbatches of our own. Who is away for longer misses the round in
-# which its report was due, and the others conclude that it is gone
+# of what the group waits for who is expected; of others' samples between two microbatches of our own. Who is away for
+# longer misses the round in which its report was due, and the others conclude that it is gone
 AT_ONCE = 0.5
 MAX_DUTIES = 64
 
@@ -87,7 +87,7 @@ class VerifyingOptimizer(FollowingOptimizer):
 
     def _work_off_duties(self) -> None:
         """Compute others' samples, for a while; the gradients at hand have been counted and may go."""
-        deadline = time.monotonic() + AT_ONCE * self.matchmaking_time
+        deadline = time.monotonic() + AT_ONCE * self.grad_averager.patience
         while time.monotonic() < deadline and (self._duties or self._work is not None):
             self.only_accumulated = False  # the time is not what our own microbatch takes
             if self._work is None:

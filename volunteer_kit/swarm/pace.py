@@ -1,0 +1,73 @@
+"""What one averager has learnt of its rounds, in its own process: how long they take, who is late, what our line
+carries; and how that goes round the group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.p2p import PeerID
+from hivemind.utils.serializer import SerializerBase
+
+from volunteer_kit.swarm.allreduce import SwarmAllReduce
+from volunteer_kit.swarm.deadlines import Deadline, agreed
+from volunteer_kit.swarm.line_speed import LineSpeed
+from volunteer_kit.swarm.shares import LateReducers, in_proportion, late_by_most
+from volunteer_kit.swarm.told_group import UNUSABLE, Entry, read_entry, with_pace
+
+
+class Pace:
+    """:param serializer: of what members tell
+    :param speed: our line's, shared by this peer's averagers
+    :param bandwidth: what is told instead of it; None: nothing else
+    :param exchange_timeout: s, the run's own; None: no deadline at all
+    """
+
+    def __init__(
+        self,
+        serializer: type[SerializerBase],
+        speed: LineSpeed,
+        bandwidth: float | None,
+        exchange_timeout: float | None,
+    ):
+        self._serializer, self._speed, self._bandwidth = serializer, speed, bandwidth
+        self.exchange = None if exchange_timeout is None else Deadline(exchange_timeout)
+        self._late = LateReducers()
+
+    def told(self, entry: bytes) -> bytes:
+        """Our entry for the next group, with what we know."""
+        bandwidth = self._speed.mbps if self._bandwidth is None else self._bandwidth
+        seconds = self.exchange.learnt if self.exchange is not None else None
+        return with_pace(entry, self._serializer, bandwidth, seconds, self._late.named)
+
+    def _entries(self, group: GroupInfo) -> list[Entry]:
+        return [read_entry(data, self._serializer) or UNUSABLE for data in group.gathered]
+
+    def exchange_seconds(self, group: GroupInfo) -> float | None:
+        """This group's deadline for its exchange."""
+        if self.exchange is None:
+            return None
+        told = [entry.seconds for entry in self._entries(group)]
+        return agreed(told, self.exchange.floor, self.exchange.ceiling)
+
+    def proportions(self, group: GroupInfo, bandwidths: Sequence[float | None]) -> list[float | None]:
+        """Of the work, from the bandwidths that the members told; 0 for clients."""
+        late = late_by_most(group.peer_ids, [entry.late for entry in self._entries(group)])
+        return in_proportion(bandwidths, late)
+
+    def over(self, runner: SwarmAllReduce, own_id: PeerID) -> None:
+        """A round had an end."""
+        slow = {*runner.failed_reducers, *runner.too_slow} - {own_id}
+        self._late.note(runner.answered, runner.failed_reducers)
+        if self.exchange is None:
+            return
+        if slow:
+            self.exchange.failed(len(slow) / max(1, runner.group_size - 1))
+        else:
+            self.exchange.succeeded(time.monotonic() - runner.began)
+
+    def failed(self) -> None:
+        """It had none that could be used."""
+        if self.exchange is not None:
+            self.exchange.failed()
