@@ -9,8 +9,8 @@ from statistics import median_low
 from hivemind.p2p import PeerID
 
 SLOWEST = 1e-4  # times the usual bandwidth; who has less reduces nothing
-# Times the usual bandwidth that anybody is believed to have. hivemind's load balancing relieves the busiest line: beside
-# seven lines of 20/10 Mbit/s one of 1000 should get the whole vector, and the seven carry 1 vector each way
+# Times the usual bandwidth that anybody is believed to have. hivemind's load balancing relieves the busiest line:
+# beside seven of 20/10 Mbit/s one of 1000 should get the whole vector, and the seven carry 1 vector each way
 # instead of 1.75. Whoever boasts would get it as well; with what is believed it gets MOST of it, and they carry 1.43.
 # Four times is for groups so large, or with so many fast lines, that nobody gets MOST by it.
 FASTEST = 4.0

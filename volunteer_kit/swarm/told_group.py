@@ -39,6 +39,7 @@ MAX_GROUP_ID = 64  # bytes; hivemind's have 20
 DIGEST_SIZE = 16
 # of the run's matchmaking_time, and s: waited for who is expected, at least. An entry takes a second or two to spread
 MATCHMAKING_FLOOR, LEAST_MATCHMAKING = 1 / 5, 1.0
+LATER = 0.01  # s
 REQUEST_SHARE = 0.8  # of that time, for a leader's answer; two that ask each other are deadlocked for so long
 AVOIDED_FOR = 300.0  # s that a leader is not followed again; it may still take part
 MIN_BANDWIDTH, MAX_BANDWIDTH = 1e-3, 1e12  # in any unit that somebody may take, and load balancing can calculate with
@@ -162,6 +163,9 @@ class WaryMatchmaking(Matchmaking):
         self._longest_request = self.request_timeout
         least = max(LEAST_MATCHMAKING, self.min_matchmaking_time * MATCHMAKING_FLOOR)
         self.patience = Deadline(self.min_matchmaking_time, floor=least)
+        self._declared_until = 0.0  # DHT time, the latest that we have told
+        self._declare = self.group_key_manager.declare_averager
+        self.group_key_manager.declare_averager = self._declare_and_note
 
     @property
     def current_leader(self) -> PeerID | None:
@@ -172,6 +176,10 @@ class WaryMatchmaking(Matchmaking):
     def current_leader(self, leader: PeerID | None) -> None:
         self._current_leader = leader
         self.on_following(leader is not None)
+
+    async def _declare_and_note(self, group_key: str, peer_id: PeerID, expiration_time: float, **kwargs) -> bool:
+        self._declared_until = max(self._declared_until, expiration_time)
+        return await self._declare(group_key, peer_id, expiration_time, **kwargs)
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Wait for who is expected as long as the last groups took to come together, from when we began to look.
@@ -184,6 +192,9 @@ class WaryMatchmaking(Matchmaking):
         if not self.client_mode:
             self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = self.patience.seconds
             self.request_timeout = min(self._longest_request, REQUEST_SHARE * self.patience.seconds)
+            # the DHT takes what expires later for the newer word, and one that expires sooner than our last for none:
+            # nobody would find us until that is over
+            step.scheduled_time = max(step.scheduled_time, self._declared_until + LATER)
         group = await super().look_for_group(step)
         expected = self.target_group_size
         if group is None:
