@@ -69,8 +69,7 @@ def main() -> None:
     orders.follow(questions.answer)
     say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
     torch.manual_seed(0)
-    hidden = settings.get("hidden", 48)
-    model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, DIM_OUT))
+    model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
     truth = torch.randn(DIM_IN, DIM_OUT)
     attack = ATTACKS.get(settings.get("attack"))
     if attack:

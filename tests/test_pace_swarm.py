@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
+import torch
+
 from tests.local_swarm import LocalPeer, local_swarm
+from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.swarm.line_speed import LEAST
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.traffic import Traffic
 
 
 def epochs(peer: LocalPeer) -> list[dict]:
@@ -37,18 +44,38 @@ def test_a_member_that_falls_silent_costs_less_than_the_runs_timeouts(tmp_path):
             assert longest < 12.0, f"a minute's exchange or 15 s of waiting: {peer.story()}"
 
 
-def test_slices_follow_what_lines_carry(tmp_path):
+def test_slices_follow_what_lines_carry(peer):
     """A slice's reducer sends its answers to all others: who has a slow line sends less in all."""
-    settings = {"hidden": 500, "target_batch_size": 1024}
-    with local_swarm(tmp_path) as swarm:
-        members = [swarm.add(**settings) for _ in range(3)]
-        members.append(swarm.add(max_mbps=0.5, **settings))
-        for peer in members:
-            await_rounds(peer, 8, group_size=4)
-        sent = [await_rounds(peer, 2, group_size=4)[-1]["sent"] for peer in members]
-        assert sent[3] < 0.8 * min(sent[:3]), sent
-        ends = swarm.finish(*members)
-        assert len({(end["epoch"], end["digest"]) for end in ends}) == 1
+    config = PeerConfig(initial_peers=peer.visible_maddrs(), host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60)
+    with contextlib.ExitStack() as ends:
+        peers = [peer, *(start_peer(config) for _ in range(3))]
+        for other in peers[1:]:
+            ends.callback(other.shutdown)
+        members = []
+        for place, own in enumerate(peers):
+            members.append(
+                SwarmAverager(
+                    [torch.full((100_000,), float(place))],
+                    dht=own.dht,
+                    prefix="slices",
+                    client_mode=False,
+                    min_matchmaking_time=5.0,
+                    part_size_bytes=10_000,
+                    traffic=Traffic(max_mbps=2.0 if place == 3 else None),
+                    start=True,
+                )
+            )
+            ends.callback(members[-1].shutdown)
+            members[-1].expected_group_size = len(peers)
+        rounds = []
+        while len(rounds) < LEAST + 3:
+            controls = [member.step(gather=member.to_tell(0), wait=False, timeout=60) for member in members]
+            rounds.append([control.result(90) for control in controls])
+            assert all(outcome.received == 1 for outcome in rounds[-1])
+        sent = [[outcome.bytes_sent for outcome in outcomes] for outcomes in rounds]
+        assert min(sent[0]) > 0.9 * max(sent[0]), "nothing was known"
+        assert sent[-1][3] < 0.8 * min(sent[-1][:3]), sent
+        assert rounds[-1][0].seconds < rounds[0][0].seconds
 
 
 def test_one_public_peer_carries_all_clients(tmp_path):
