@@ -1,0 +1,67 @@
+"""What becomes of rounds, in real swarms: all of a quiet one are complete; what fails is counted once, by cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.local_swarm import LocalPeer, local_swarm
+
+STEADY = {"target_batch_size": 512}
+
+
+def rounds(peer: LocalPeer, after: int = 0) -> list[dict]:
+    """Those with somebody in sight, of steps later than `after`."""
+    found = [e for e in peer.events if e["event"] == "epoch" and e["epoch"] > after]
+    return [e for e in found if max(e["expected"], e["group_size"]) > 1]
+
+
+def assert_counted_once(peer: LocalPeer) -> None:
+    counts, seen = [e for e in peer.events if e["event"] == "epoch"][-1]["counts"], rounds(peer)
+    assert counts["rounds"] == len(seen)
+    assert counts["complete_groups"] == sum(e["group_size"] >= e["expected"] for e in seen)
+    assert counts["failed"] == Counter(e["cause"] for e in seen if e["cause"])
+
+
+def test_an_undisturbed_swarms_groups_are_complete_and_nothing_fails(tmp_path):
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add() for _ in range(3)]
+        met = max(peer.wait_epoch(1, group_size=3)["epoch"] for peer in peers)
+        for peer in peers:
+            peer.wait_epoch(met + 12)
+            seen = rounds(peer, after=met)
+            assert len(seen) >= 12 and all(e["group_size"] == e["expected"] == 3 for e in seen), peer.story()
+            assert not [e["cause"] for e in seen if e["cause"]], peer.story()
+            assert_counted_once(peer)
+
+
+def test_a_peer_that_is_gone_before_the_round_leaves_no_group(tmp_path):
+    with local_swarm(tmp_path) as swarm:
+        first, second = swarm.add(target_batch_size=1024), swarm.add(target_batch_size=1024)
+        met = first.wait_epoch(1, group_size=2)["epoch"]
+        second.wait_epoch(met + 1, group_size=2)  # just now, and the next group is not sought yet
+        second.kill()  # its record is believed for a while
+        failed = first.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > met and e["group_size"] == 1)
+        assert (failed["cause"], failed["group_size"], failed["expected"]) == ("no_group", 1, 2), first.story()
+        since = failed["epoch"]  # until it is missed no more
+        alone = first.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > since and e["expected"] == 1)
+        assert alone["cause"] is None and set(alone["counts"]["failed"]) == {"no_group"}, first.story()
+        assert_counted_once(first)
+
+
+@pytest.mark.parametrize("attack, cause", [("die", "peer_lost"), ("stall", "timeout")])
+def test_a_peer_that_dies_or_stalls_in_the_middle(tmp_path, attack, cause):
+    """kill -9 or SIGSTOP of the whole peer, once its first message of the round is on its way."""
+    with local_swarm(tmp_path) as swarm:
+        others = [swarm.add(**STEADY), swarm.add(**STEADY)]
+        for peer in others:  # hold the same by then: who is apart in the round has another cause
+            peer.wait_for(lambda e: e["event"] == "epoch" and e["group_size"] == 2 and e["cause"] is None)
+        victim = swarm.add(attack=attack, **STEADY)
+        for peer in others:
+            failed = peer.wait_for(lambda e: e["event"] == "epoch" and e["group_size"] == 3 and e["received"] < 1)
+            assert (failed["cause"], failed["group_size"]) == (cause, 3), peer.story()
+            later = peer.wait_epoch(failed["epoch"] + 1, group_size=2)
+            assert later["counts"]["failed"][cause] == 1, peer.story()
+            assert_counted_once(peer)
+        victim.kill()
