@@ -301,11 +301,18 @@ class SwarmAverager(AdmittedAverager):
         return SwarmAllReduce(**kwargs)
 
     async def _run_allreduce_inplace_(
-        self, tensors, group_info: GroupInfo, group_id: bytes | None = None, *, outcome: Round, **kwargs
+        self,
+        tensors,
+        group_info: GroupInfo,
+        group_id: bytes | None = None,
+        *,
+        outcome: Round,
+        weight: float = 1.0,
+        **kwargs,
     ) -> None:
         """Average with the group. The tensors change together at the end, or not at all."""
         group_id = group_info.group_id if group_id is None else group_id
-        share = self._share_of_round(tensors, kwargs["weight"])
+        share = self._share_of_round(tensors, weight)
         runner = self._make_runner(
             p2p=self._p2p,
             servicer_type=type(self),
@@ -313,6 +320,7 @@ class SwarmAverager(AdmittedAverager):
             tensors=tensors if share is None else share.tensors,
             share=share,
             group_id=group_id,
+            weight=weight,
             ordered_peer_ids=group_info.peer_ids,
             reduce=self._reduce,
             max_weight=self._max_weight,

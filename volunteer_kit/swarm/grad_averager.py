@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hivemind.averaging.control import StepControl
+from hivemind.compression import CompressionBase, NoCompression
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.utils import get_dht_time
 
@@ -17,6 +18,8 @@ from volunteer_kit.swarm.codec import leaves_out
 from volunteer_kit.swarm.left_over import LeftOver, RoundsShare, part_size
 from volunteer_kit.swarm.local_steps import LocalSteps
 from volunteer_kit.swarm.verified_averager import VerifiedAverager
+
+NO_COMPRESSION = NoCompression()
 
 
 class SwarmGradientAverager(VerifiedAverager, GradientAverager):
@@ -43,7 +46,12 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
     lost_parts_are_zero = True
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], *, left_over_path: Path | None = None, compression, **kwargs
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        left_over_path: Path | None = None,
+        compression: CompressionBase = NO_COMPRESSION,
+        **kwargs,
     ):
         """:param left_over_path: of a file for what the codec leaves out; None: it is kept in memory"""
         parameters = tuple(parameters)
