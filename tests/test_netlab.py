@@ -1,0 +1,104 @@
+"""The test bench's lines, with real namespaces: NAT, delay, loss, cuts, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.netlab import Line, Netlab, NoNetlab
+from benchmarks.netlab_parts.check import PINGS, can_connect, lost, rate, round_trip
+
+ROOT = Path(__file__).parent.parent
+LEFT_ALONE = """
+import sys, time
+from benchmarks.netlab import Line, Netlab
+with Netlab([Line(rtt=10), Line()]) as lab:
+    print(lab.tag, lab._relay.pid if lab._relay else 0, flush=True)
+    time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def lab_of(*lines: Line) -> Iterator[Netlab]:
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(Netlab(lines))
+        except NoNetlab as e:
+            pytest.skip(str(e))
+        yield made
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+def test_nobody_can_connect_to_a_machine_behind_nat_and_it_can_to_others():
+    with lab_of(Line(nat=True), Line()) as lab:
+        assert not can_connect(lab, caller=2, listener=1)
+        assert can_connect(lab, caller=1, listener=2)
+
+
+def test_a_line_has_the_delay_and_the_rates_that_were_asked_for():
+    with lab_of(Line(down=20, up=10, rtt=40), Line()) as lab:
+        assert round_trip(lab, 1, 2) == pytest.approx(40, abs=8)
+        assert rate(lab, 1, 2) == pytest.approx(10, rel=0.1)
+
+
+def test_a_line_loses_the_share_that_was_asked_for_and_counts_its_packets():
+    with lab_of(Line(loss=0.2), Line()) as lab:
+        assert lost(lab, sender=1, receiver=2) == pytest.approx(0.2, abs=0.08)  # 4 sigma of 500
+        told = lab.traffic(1)
+        assert PINGS <= told.packets_sent <= PINGS + 50
+        assert told.sent >= 100 * PINGS
+
+
+def test_a_line_without_delay_does_not_lose():
+    with lab_of(Line(down=20, up=10), Line()) as lab:
+        assert lost(lab, sender=1, receiver=2) == 0
+        assert round_trip(lab, 1, 2) < 10
+
+
+def test_a_partition_separates_and_is_mended():
+    with lab_of(Line(), Line(), Line()) as lab:
+        lab.partition([1, 2])
+        assert can_connect(lab, 1, 2)
+        assert not can_connect(lab, 1, 3)
+        lab.mend()
+        assert can_connect(lab, 1, 3)
+        lab.cut(1)
+        assert not can_connect(lab, 1, 3)
+        lab.mend(1)
+        assert can_connect(lab, 1, 3)
+
+
+def test_nothing_stays_when_the_maker_is_killed():
+    with lab_of(Line(rtt=10)):
+        pass  # or skip
+    maker = subprocess.Popen(
+        [sys.executable, "-c", LEFT_ALONE], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    tag, relay = maker.stdout.readline().split()
+    assert f"{tag}-1" in namespaces()
+    assert relay == "0" or psutil.pid_exists(int(relay))
+    maker.send_signal(signal.SIGKILL)
+    maker.communicate()
+    deadline = time.monotonic() + 15
+    while tag in namespaces() or (relay != "0" and psutil.pid_exists(int(relay))):
+        assert time.monotonic() < deadline, namespaces()
+        time.sleep(0.1)
+
+
+def test_without_iproute2_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NoNetlab, match="apt-get install iproute2"), Netlab([Line()]):
+        pass
