@@ -105,9 +105,7 @@ class Two:
 
     def _start(self, number: int, *words) -> subprocess.Popen:
         command = [*self.lab.inside(number), sys.executable, __file__, *map(str, words)]
-        self.processes.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        )
+        self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
         return self.processes[-1]
 
     def __enter__(self) -> Two:

@@ -1,0 +1,117 @@
+"""What the workers' events come to: goodput, where the rest of the seconds went, bytes, rounds, and time to a loss.
+
+goodput = seconds of devices whose samples entered an applied global step / (wall seconds of devices - contention).
+A worker's window is from one of its steps to another, so that what was under way at its ends is the same. Of a step of
+which was not known yet whether the swarm goes on from it, the later ones tell (StepReport.uncertain, kept_until).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from statistics import mean, median
+
+COUNTERS = ("computed", "contention", "between", "own_work", "wire_sent", "wire_received")
+
+
+@dataclass
+class Account:
+    """Seconds of devices, of one or more."""
+
+    wall: float = 0.0
+    applied: float = 0.0  # computing whose samples entered an applied step
+    lost: float = 0.0  # computing whose samples did not
+    waiting: float = 0.0  # between microbatches: rounds, downloads, outages
+    own_work: float = 0.0  # of that: what the optimizer itself computed
+    contention: float = 0.0
+    steps: int = 0
+    complete: int = 0  # steps in a group of all workers
+    failed: int = 0
+    wire_sent: int = 0
+    wire_received: int = 0
+    samples: int = 0  # applied
+
+    def __add__(self, other: Account) -> Account:
+        return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def goodput(self) -> float:
+        return self.applied / max(1e-9, self.wall - self.contention)
+
+    def share(self, seconds: float) -> float:
+        return seconds / max(1e-9, self.wall - self.contention)
+
+
+def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
+    """(step event, samples of ours that the swarm has by it), once all is known, of one process."""
+    decided, waiting = [], []
+    for event in events:
+        if event["event"] not in ("step", "finished"):
+            continue
+        if (kept_until := event.get("kept_until")) is not None:
+            decided += [(step, step["samples"] if step["epoch"] <= kept_until else 0) for step in waiting]
+            waiting = []
+        if event["event"] == "step":
+            if event["uncertain"]:
+                waiting.append(event)
+            else:
+                decided.append((event, event["samples"]))
+    decided += [(step, 0) for step in waiting]
+    return sorted(decided, key=lambda found: found[0]["at"])
+
+
+def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
+    """Of one worker, from its first step after `begin` to its last one before `end` (time.monotonic())."""
+    steps = [(step, samples) for step, samples in fates(events) if begin <= step["at"] <= end]
+    if len(steps) < 2:
+        return Account()
+    first, last = steps[0][0], steps[-1][0]
+    grown = {name: last[name] - first[name] for name in COUNTERS}
+    applied = sum(samples for _, samples in steps[1:])
+    return Account(
+        wall=last["at"] - first["at"],
+        applied=applied / speed,
+        lost=max(0.0, grown["computed"] - applied / speed),
+        waiting=grown["between"],
+        own_work=grown["own_work"],
+        contention=grown["contention"],
+        steps=len(steps) - 1,
+        complete=sum(step["group_size"] >= workers for step, _ in steps[1:]),
+        failed=sum(bool(step["failure"]) for step, _ in steps[1:]),
+        wire_sent=grown["wire_sent"],
+        wire_received=grown["wire_received"],
+        samples=applied,
+    )
+
+
+def losses(workers: Iterable[Sequence[dict]], begin: float) -> list[tuple[float, float]]:
+    """(s since begin, loss of a real microbatch) of all workers, in their order."""
+    found = [
+        (beat["at"] - begin, loss)
+        for events in workers for beat in events if beat["event"] == "beat" for loss in beat["losses"]
+    ]  # fmt: skip
+    return sorted(found)
+
+
+def time_to_loss(curve: Sequence[tuple[float, float]], level: float, width: int = 60) -> float | None:
+    """s until the mean of `width` losses in a row is at `level` or below; None: it never was."""
+    for end in range(width, len(curve) + 1):
+        if mean(loss for _, loss in curve[end - width : end]) <= level:
+            return curve[end - 1][0]
+    return None
+
+
+def last_loss(curve: Sequence[tuple[float, float]], width: int = 60) -> float:
+    return mean(loss for _, loss in curve[-width:]) if curve else float("nan")
+
+
+def round_seconds(workers: Iterable[Sequence[dict]], begin: float, end: float) -> list[float]:
+    """s of every round that had a group, of all workers."""
+    return [
+        e["seconds"] for events in workers for e in events
+        if e["event"] == "step" and e["group_size"] > 1 and begin <= e["at"] <= end
+    ]  # fmt: skip
+
+
+def middle(values: Sequence[float]) -> float:
+    return median(values) if values else float("nan")

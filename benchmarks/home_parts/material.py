@@ -1,0 +1,80 @@
+"""The run that a bench trains, in sizes that two cores carry eight times, and its samples, made once for all workers.
+
+Time dilation: a model of N parameters stands for the original of 125.9 M, and one second here for 125.9 M / N of its
+seconds. Bytes shrink with the model, so a round over the same line takes as much less; the time that all devices need
+for an epoch and all fixed waits (matchmaking, timeouts, expirations) are divided alike, for every system compared.
+Two floors are not: below LEAST_MATCHMAKING and LEAST_EXPIRATION, processes that share two cores would be late and taken
+for gone. They make every system's waits longer than they stand for, never shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from volunteer_kit.runs import build_stream, load_run, parameters_of
+
+ORIGINAL = 125.9e6  # parameters
+EPOCH, MATCHMAKING, ALLREDUCE, EXPIRATION = 141.0, 15.0, 240.0, 60.0  # s, of the original's size
+LEAST_MATCHMAKING, LEAST_EXPIRATION = 1.0, 10.0  # s
+MODELS: dict[str, dict[str, Any]] = {
+    "1.5m": {"dim": 128, "depth": 5, "heads": 2},
+    "4m": {"dim": 256, "depth": 4, "heads": 4},
+    "12.5m": {"dim": 384, "depth": 5, "heads": 6},
+}
+POOL = 512  # samples
+DEMO = Path(__file__).parents[2] / "volunteer_kit" / "run_files" / "demo.yaml"
+
+
+def make_run(model: str, target_batch_size: int, **swarm: Any) -> dict[str, Any]:
+    """A run as load_run takes it: the demo's scenes, a larger model, the dilated waits, and `swarm` over these."""
+    run = yaml.safe_load(DEMO.read_text())
+    run["run_id"] = "home-links"
+    run["captions"] = []
+    run["model"] = {"preset": "tiny", "dim_head": 64, "ff_mult": 4, **MODELS[model]}
+    run["target_batch_size"] = target_batch_size
+    run["optimizer"] = {"lr": 1.0e-2, "warmup_epochs": 5, "total_epochs": 1000}
+    run["swarm"] = {"delay_optimizer_step": True, "delay_grad_averaging": True, "grad_compression": "blockwise8"}
+    factor = dilation(run)
+    matchmaking, allreduce = max(LEAST_MATCHMAKING, MATCHMAKING / factor), ALLREDUCE / factor
+    run["swarm"] |= {
+        "matchmaking_time": matchmaking,
+        "allreduce_timeout": allreduce,
+        "averaging_timeout": 1.25 * allreduce + matchmaking,
+        "progress_expiration": max(LEAST_EXPIRATION, EXPIRATION / factor),
+        "load_state_timeout": 120.0,
+    }
+    run["swarm"] |= swarm
+    load_run(run)  # raises RunError
+    return run
+
+
+def dilation(run: dict[str, Any]) -> float:
+    """How many seconds of the original one second stands for."""
+    return ORIGINAL / parameters_of(load_run({**run, "swarm": {}}))
+
+
+class Pool(NamedTuple):
+    text: Tensor  # int64 (N, T)
+    codes: Tensor  # int64 (N, I)
+
+
+def make_pool(run: dict[str, Any], path: Path) -> None:
+    batch = build_stream(load_run(run), peer_seed=1).next_batch(POOL)
+    save_file({"text": batch.text.contiguous(), "codes": batch.codes.contiguous()}, path)
+
+
+def load_pool(path: str | Path) -> Pool:
+    return Pool(**load_file(path))
+
+
+def speeds_apart(peers: int, ratio: float, total: float) -> Sequence[float]:
+    """Samples/s of `peers` devices in geometric steps, the fastest `ratio` times the slowest, `total` together."""
+    shares = torch.logspace(0, 1, peers, base=ratio) if peers > 1 else torch.ones(1)
+    return (total * shares / shares.sum()).tolist()

@@ -1,0 +1,162 @@
+"""Workers in a Netlab: started, listened to, killed, restarted; everything reaped.
+
+Machine 1 is the first peer's, on a line as fast as the kernel; it trains nothing. Workers live on machines 2 and on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.netlab import Line, Netlab
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 180.0  # s until all workers are ready
+
+
+class Worker:
+    """One process of worker.py, a process group of its own."""
+
+    def __init__(self, inside: Sequence[str], log: Path, settings: dict):
+        self.settings, self.events = settings, []
+        self.log = log
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-m", "benchmarks.home_parts.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("a"), text=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+        self.say(json.dumps(settings))
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):
+                self.events.append(json.loads(line))
+
+    def say(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+    def said(self, name: str) -> list[dict]:
+        return [event for event in list(self.events) if event["event"] == name]
+
+    def wait_for(self, name: str, patience: float = PATIENCE) -> dict:
+        """Its first event of this name. Raises SystemExit."""
+        deadline = time.monotonic() + patience
+        while not (found := self.said(name)):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                why = "ended" if self.process.poll() is not None else f"took more than {patience:g} s"
+                raise SystemExit(f"A worker {why} before {name!r}: {self.log}\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        return found[0]
+
+    def signal(self, number: int) -> None:
+        """To all of its processes; p2pd and the averagers are in its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait(10)
+
+
+class HomeSwarm:
+    """:param lines: of the workers
+    :param settings: what all workers have in common
+    :param each: what each has beside
+    """
+
+    def __init__(self, folder: Path, lines: Sequence[Line], settings: dict, each: Sequence[dict]):
+        self.folder, self.settings, self.each = folder, settings, each
+        self.lab = Netlab([Line(), *lines])
+        self.workers: list[list[Worker]] = [[] for _ in each]  # all processes that each machine has had
+        self.began = 0.0
+
+    def __enter__(self) -> HomeSwarm:
+        self.lab.__enter__()
+        try:
+            first = {"system": "bootstrap", "address": self.lab.address(1)}
+            self._first = Worker(self.lab.inside(1), self.folder / "first.log", first)
+            self._invited = self._first.wait_for("connected")["maddrs"]
+            for number in range(len(self.each)):
+                self.start(number)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self, number: int) -> Worker:
+        """A worker on its machine, from 0; again, if it had one."""
+        own = {
+            **self.settings, **self.each[number], "address": self.machine_address(number), "seed": number,
+            "initial_peers": self._invited,
+        }  # fmt: skip
+        worker = Worker(self.lab.inside(number + 2), self.folder / f"worker-{number}.log", own)
+        self.workers[number].append(worker)
+        return worker
+
+    def machine_address(self, number: int) -> str:
+        return self.lab.address(number + 2)
+
+    def go(self) -> None:
+        """When all are ready, they begin together."""
+        for worker in self.now():
+            worker.wait_for("ready")
+        self.began = time.monotonic()
+        for worker in self.now():
+            worker.say("go")
+
+    def now(self) -> list[Worker]:
+        return [processes[-1] for processes in self.workers]
+
+    def wait_until(self, found: Callable[[], bool], patience: float) -> bool:
+        """Raises SystemExit when a worker has ended that nobody killed."""
+        deadline = time.monotonic() + patience
+        while not found():
+            for worker in self.now():
+                if worker.process.poll() not in (None, -signal.SIGKILL):
+                    raise SystemExit(f"A worker ended: {worker.log}\n{worker.log.read_text()[-2000:]}")
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def epochs(self) -> int:
+        """Of the worker that is furthest."""
+        return max((e["epoch"] for worker in self.now() for e in worker.said("step")), default=0)
+
+    def leave(self, patience: float = 20.0) -> None:
+        """All workers end, as far as they do in time."""
+        for worker in self.now():
+            worker.say("leave")
+        self.wait_until_ended(patience)
+
+    def wait_until_ended(self, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        for worker in self.now():
+            while not worker.said("finished") and worker.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def __exit__(self, *_) -> None:
+        for worker in [w for processes in self.workers for w in processes] + [getattr(self, "_first", None)]:
+            if worker is not None:
+                worker.kill()
+        self.lab.__exit__()
+
+
+def pressure() -> float:
+    """s in which somebody on this machine stood ready for a core and had none; nan where the kernel does not say."""
+    try:
+        some = Path("/proc/pressure/cpu").read_text().splitlines()[0]
+    except OSError:
+        return float("nan")
+    return int(some.split("total=")[1]) * 1e-6
