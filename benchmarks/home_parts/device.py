@@ -40,7 +40,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.computed = self.contention = self.between = self.own_work = 0.0  # s
-        self.samples = 0
+        self.made = 0  # samples
         self.start()
 
     def start(self) -> None:
@@ -58,10 +58,10 @@ class Clock:
         self.start()
         self.computed += planned
         self.contention += max(0.0, self._mark - began - planned)
-        self.samples += samples
+        self.made += samples
 
     def read(self) -> dict[str, float]:
-        names = ("computed", "contention", "between", "own_work", "samples")
+        names = ("computed", "contention", "between", "own_work", "made")
         return {name: round(getattr(self, name), 4) for name in names}
 
 

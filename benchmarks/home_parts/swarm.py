@@ -97,15 +97,17 @@ class HomeSwarm:
     def start(self, number: int) -> Worker:
         """A worker on its machine, from 0; again, if it had one."""
         own = {
-            **self.settings, **self.each[number], "address": self.machine_address(number), "seed": number,
+            **self.settings, **self.each[number], "address": self.address_of(number), "seed": number,
             "initial_peers": self._invited,
         }  # fmt: skip
         worker = Worker(self.lab.inside(number + 2), self.folder / f"worker-{number}.log", own)
         self.workers[number].append(worker)
         return worker
 
-    def machine_address(self, number: int) -> str:
-        return self.lab.address(number + 2)
+    @staticmethod
+    def address_of(number: int) -> str:
+        """Of worker `number`, from 0."""
+        return Netlab.address(number + 2)
 
     def go(self) -> None:
         """When all are ready, they begin together."""
@@ -130,9 +132,9 @@ class HomeSwarm:
             time.sleep(0.2)
         return True
 
-    def epochs(self) -> int:
-        """Of the worker that is furthest."""
-        return max((e["epoch"] for worker in self.now() for e in worker.said("step")), default=0)
+    def slowest(self) -> int:
+        """Steps of the worker that has made fewest."""
+        return min(len(worker.said("step")) for worker in self.now())
 
     def leave(self, patience: float = 20.0) -> None:
         """All workers end, as far as they do in time."""

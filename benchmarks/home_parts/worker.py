@@ -12,6 +12,8 @@ stored and found again; "stock", "ddp": see there.
 from __future__ import annotations
 
 import json
+import os
+import traceback
 
 import torch
 
@@ -42,4 +44,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:  # hivemind's threads and processes would keep this one alive for ever
+        traceback.print_exc()
+        os._exit(1)

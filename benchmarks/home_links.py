@@ -1,0 +1,179 @@
+"""How much of their time do devices compute for the swarm, behind home lines? The kit at three kinds of lines, and at
+20/10 Mbit/s beside plain hivemind and DDP.
+
+    python benchmarks/home_links.py                                    within 25 minutes
+    python benchmarks/home_links.py --only kit --seconds 40            the kit's rows alone
+    python benchmarks/home_links.py --swarm grad_compression=sparse --swarm local_steps=8
+    python benchmarks/home_links.py --full                             longer; stored under benchmarks/results/
+
+Eight workers, real processes of real swarms, each in a network namespace behind its own shaped line, with devices whose
+speeds are 1 to 16 apart. Devices are emulated by a pause around a small real backward pass (home_parts/device.py), time
+is dilated (home_parts/material.py). It takes root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.home_parts import ledger
+from benchmarks.home_parts.material import MODELS, dilation
+from benchmarks.home_parts.trial import HEAD, WORDS, Outcome, Trial, perform
+from benchmarks.netlab import Line, NoNetlab
+
+LINES = {"20_10": (20, 10), "5_1": (5, 1), "1000": (1000, 1000)}  # Mbit/s down, up
+STOCK = {"float16": {}, "uniform8": {}, "powersgd": {"rank": 4}}
+PATIENCE = (0.5, 1.0, 3.0)  # of plain hivemind's timeouts, times the run's
+RESULTS = Path(__file__).with_name("results")
+FULL = 300.0  # s of a trial
+LOSS_WINDOW = 60  # losses that are averaged before they are compared
+
+
+def trials(options: argparse.Namespace) -> Iterator[Trial]:
+    """Without those of the sweep after the first."""
+    swarm = settings(options.swarm)
+    given = {
+        "seconds": options.seconds, "model": options.model, "ratio": options.ratio, "epoch": options.epoch,
+        "target_batch_size": options.target, "real_every": options.real_every,
+    }  # fmt: skip
+
+    def lines(name: str) -> list[Line]:
+        down, up = LINES[name]
+        return [Line(down, up, rtt=options.rtt, loss=options.loss)] * options.peers
+
+    for name in LINES:
+        codec = swarm.get("grad_compression", "blockwise8")
+        yield Trial(f"kit, {codec}, {name}", "kit", lines(name), swarm=swarm, **given)
+    for codec, more in STOCK.items():
+        yield Trial(f"hivemind, {codec}", "stock", lines("20_10"), stock={"codec": codec, **more}, **given)
+    yield Trial("DDP, fp32", "ddp", lines("20_10"), **given)
+
+
+def sweep(best: Trial) -> Iterator[Trial]:
+    """Plain hivemind's best codec with other timeouts."""
+    swarm = best.run()["swarm"]
+    for factor in PATIENCE:
+        if factor != 1.0:
+            waits = {name: factor * swarm[name] for name in ("averaging_timeout", "allreduce_timeout")}
+            waits["next_chunk_timeout"] = waits["allreduce_timeout"] / 3
+            yield replace(best, name=f"{best.name}, timeouts x {factor:g}", stock={**best.stock, **waits})
+    longer = {"matchmaking_time": 3 * swarm["matchmaking_time"]}
+    yield replace(best, name=f"{best.name}, matchmaking x 3", stock={**best.stock, **longer})
+
+
+def settings(given: list[str]) -> dict:
+    """["grad_compression=sparse", "local_steps=8"] -> fields, as YAML would read them."""
+    return {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in given)}
+
+
+def measure(trial: Trial, found: list[Outcome]) -> Outcome:
+    outcome = perform(trial)
+    print(outcome.row(), flush=True)
+    for failure, times in outcome.failures.items():
+        print(f"{'':>8}{times} x {failure[:100]}", flush=True)
+    found.append(outcome)
+    return outcome
+
+
+def speedup(ours: Outcome, theirs: Outcome) -> float | None:
+    """Times faster to the loss that they had at their end; in wall time since the start."""
+    level = ledger.last_loss(theirs.curve, LOSS_WINDOW)
+    took, takes = (ledger.time_to_loss(one.curve, level, LOSS_WINDOW) for one in (ours, theirs))
+    return takes / took if took and takes else None
+
+
+def figures(found: list[Outcome]) -> dict:
+    def those(system: str) -> list[Outcome]:
+        return [outcome for outcome in found if outcome.trial.system == system]
+
+    told: dict = {}
+    for outcome in those("kit"):
+        line = outcome.trial.name.rpartition(", ")[2]
+        told[f"goodput_{line}"] = outcome.goodput
+        told[f"complete_groups_{line}"] = outcome.total.complete / max(1, outcome.total.steps)
+        told[f"kilobytes_per_sample_{line}"] = outcome.bytes_per_sample() / 1e3
+    ours = next((outcome for outcome in those("kit") if outcome.trial.name.endswith("20_10")), None)
+    for name, system in (("hivemind", "stock"), ("ddp", "ddp")):
+        if not those(system):
+            continue
+        best = max(those(system), key=lambda outcome: outcome.goodput)
+        told[f"goodput_{name}"], told[f"best_of_{name}"] = best.goodput, best.trial.name
+        if ours is not None:
+            quickest = [speedup(ours, each) for each in those(system)]
+            told[f"speedup_vs_{name}_20_10"] = min((s for s in quickest if s), default=None)
+            told[f"samples_x_{name}_20_10"] = ours.samples_per_second / max(
+                1e-9, max(each.samples_per_second for each in those(system))
+            )
+    told["contention"] = max(o.total.contention / max(1e-9, o.total.wall) for o in found)
+    told["pressure"] = max(o.pressure for o in found)
+    return told
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=70, help="of each trial, measured")
+    parser.add_argument("--peers", type=int, default=8)
+    parser.add_argument("--model", choices=MODELS, default="4m")
+    parser.add_argument("--ratio", type=float, default=16, help="between the fastest and the slowest device")
+    parser.add_argument("--target", type=int, default=512, help="samples of an epoch")
+    parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
+    parser.add_argument("--rtt", type=float, default=0, help="ms of each line; costs some of a core")
+    parser.add_argument("--loss", type=float, default=0, help="share of packets that each line loses")
+    parser.add_argument("--real-every", type=int, default=2, help="microbatches with one real backward pass")
+    parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the kit's run file")
+    parser.add_argument("--only", default="", help="trials whose names contain this")
+    parser.add_argument("--no-sweep", action="store_true", help="plain hivemind with the run's timeouts alone")
+    parser.add_argument("--full", action="store_true", help=f"{FULL:g} s a trial; stored in benchmarks/results/")
+    options = parser.parse_args()
+    options.seconds = FULL if options.full else options.seconds
+    return options
+
+
+def main() -> int:
+    options, found = arguments(), []
+    chosen = [trial for trial in trials(options) if options.only in trial.name]
+    first = chosen[0]
+    waits = {name: s for name, s in first.run()["swarm"].items() if "time" in name or "expiration" in name}
+    print(
+        f"{options.peers} workers, {options.model} parameters; 1 s stands for {dilation(first.run()):.1f} s of the "
+        f"original; an epoch's {options.target} samples take all devices {first.epoch_seconds:.2f} s.\nFixed waits, s: "
+        + ", ".join(f"{name} {s:.3g}" for name, s in waits.items())
+    )
+    print(HEAD, flush=True)
+    for trial in chosen:
+        measure(trial, found)
+    stock = [outcome for outcome in found if outcome.trial.system == "stock"]
+    if stock and not options.no_sweep:
+        for trial in sweep(max(stock, key=lambda outcome: outcome.goodput).trial):
+            measure(trial, found)
+    print(WORDS)
+    told = {key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in figures(found).items()}
+    if options.full:
+        store(options, found, told)
+    print(json.dumps(told))
+    return 0
+
+
+def store(options: argparse.Namespace, found: list[Outcome], told: dict) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    rows = [
+        {"name": o.trial.name, "goodput": o.goodput, "pressure": o.pressure, "loss": o.curve[::10], **asdict(o.total)}
+        for o in found
+    ]
+    path = RESULTS / "home_links.json"
+    path.write_text(json.dumps({"options": vars(options), "figures": told, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NoNetlab as e:
+        sys.exit(str(e))
