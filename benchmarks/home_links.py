@@ -25,7 +25,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.home_parts import ledger
-from benchmarks.home_parts.material import MODELS, dilation
+from benchmarks.home_parts.material import MODELS, line_scale
 from benchmarks.home_parts.trial import HEAD, WORDS, Outcome, Trial, perform
 from benchmarks.netlab import Line, NoNetlab
 
@@ -34,7 +34,7 @@ STOCK = {"float16": {}, "uniform8": {}, "powersgd": {"rank": 4}}
 PATIENCE = (0.5, 1.0, 3.0)  # of plain hivemind's timeouts, times the run's
 RESULTS = Path(__file__).with_name("results")
 FULL = 300.0  # s of a trial
-LOSS_WINDOW = 60  # losses that are averaged before they are compared
+LOSS_WINDOW = 32  # losses that are averaged before they are compared
 
 
 def trials(options: argparse.Namespace) -> Iterator[Trial]:
@@ -42,7 +42,7 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
     swarm = settings(options.swarm)
     given = {
         "seconds": options.seconds, "model": options.model, "ratio": options.ratio, "epoch": options.epoch,
-        "target_batch_size": options.target, "real_every": options.real_every,
+        "dilation": options.dilation,        "target_batch_size": options.target, "real_every": options.real_every,
     }  # fmt: skip
 
     def lines(name: str) -> list[Line]:
@@ -119,9 +119,10 @@ def figures(found: list[Outcome]) -> dict:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=70, help="of each trial, measured")
+    parser.add_argument("--seconds", type=float, default=85, help="of each trial, measured")
     parser.add_argument("--peers", type=int, default=8)
-    parser.add_argument("--model", choices=MODELS, default="4m")
+    parser.add_argument("--model", choices=MODELS, default="1.5m")
+    parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")
     parser.add_argument("--ratio", type=float, default=16, help="between the fastest and the slowest device")
     parser.add_argument("--target", type=int, default=512, help="samples of an epoch")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
@@ -142,10 +143,11 @@ def main() -> int:
     chosen = [trial for trial in trials(options) if options.only in trial.name]
     first = chosen[0]
     waits = {name: s for name, s in first.run()["swarm"].items() if "time" in name or "expiration" in name}
+    scale = line_scale(first.run(), options.dilation)
     print(
-        f"{options.peers} workers, {options.model} parameters; 1 s stands for {dilation(first.run()):.1f} s of the "
-        f"original; an epoch's {options.target} samples take all devices {first.epoch_seconds:.2f} s.\nFixed waits, s: "
-        + ", ".join(f"{name} {s:.3g}" for name, s in waits.items())
+        f"{options.peers} workers, {options.model} parameters; 1 s stands for {options.dilation:g} s of the original, "
+        f"{scale:.3f} Mbit/s for 1.\nAn epoch's {options.target} samples take all devices {first.epoch_seconds:.2f} s. "
+        "Fixed waits, s: " + ", ".join(f"{name} {s:.3g}" for name, s in waits.items())
     )
     print(HEAD, flush=True)
     for trial in chosen:

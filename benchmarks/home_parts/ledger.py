@@ -93,7 +93,7 @@ def losses(workers: Iterable[Sequence[dict]], begin: float) -> list[tuple[float,
     return sorted(found)
 
 
-def time_to_loss(curve: Sequence[tuple[float, float]], level: float, width: int = 60) -> float | None:
+def time_to_loss(curve: Sequence[tuple[float, float]], level: float, width: int = 32) -> float | None:
     """s until the mean of `width` losses in a row is at `level` or below; None: it never was."""
     for end in range(width, len(curve) + 1):
         if mean(loss for _, loss in curve[end - width : end]) <= level:
@@ -101,7 +101,7 @@ def time_to_loss(curve: Sequence[tuple[float, float]], level: float, width: int 
     return None
 
 
-def last_loss(curve: Sequence[tuple[float, float]], width: int = 60) -> float:
+def last_loss(curve: Sequence[tuple[float, float]], width: int = 32) -> float:
     return mean(loss for _, loss in curve[-width:]) if curve else float("nan")
 
 

@@ -1,10 +1,15 @@
 """The run that a bench trains, in sizes that two cores carry eight times, and its samples, made once for all workers.
 
-Time dilation: a model of N parameters stands for the original of 125.9 M, and one second here for 125.9 M / N of its
-seconds. Bytes shrink with the model, so a round over the same line takes as much less; the time that all devices need
-for an epoch and all fixed waits (matchmaking, timeouts, expirations) are divided alike, for every system compared.
-Two floors are not: below LEAST_MATCHMAKING and LEAST_EXPIRATION, processes that share two cores would be late and taken
-for gone. They make every system's waits longer than they stand for, never shorter.
+Time dilation: one second here stands for `dilation` seconds of the original run of 125.9 M parameters. Its fixed waits
+(matchmaking, timeouts, expirations) and the time that all devices need for an epoch are divided by it, for every system
+compared. So are the rounds, for the model has 1 / dilation of the original's parameters; and where it has fewer still,
+so that two cores carry what encodes, reduces and decodes them, the lines are narrower in the same proportion
+(`line_scale`): parameters / line is then what 125.9 M / dilation on the line asked for would be. With `--model 12.5m
+--dilation 10` the lines are what they are called.
+
+What does not shrink: the bytes of matchmaking and DHT, the delays of lines, and two floors, LEAST_MATCHMAKING and
+LEAST_EXPIRATION, below which processes that share two cores would be late and taken for gone. All of these make waits
+longer than they stand for, never shorter.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ POOL = 512  # samples
 DEMO = Path(__file__).parents[2] / "volunteer_kit" / "run_files" / "demo.yaml"
 
 
-def make_run(model: str, target_batch_size: int, **swarm: Any) -> dict[str, Any]:
+def make_run(model: str, target_batch_size: int, dilation: float, **swarm: Any) -> dict[str, Any]:
     """A run as load_run takes it: the demo's scenes, a larger model, the dilated waits, and `swarm` over these."""
     run = yaml.safe_load(DEMO.read_text())
     run["run_id"] = "home-links"
@@ -41,13 +46,12 @@ def make_run(model: str, target_batch_size: int, **swarm: Any) -> dict[str, Any]
     run["target_batch_size"] = target_batch_size
     run["optimizer"] = {"lr": 1.0e-2, "warmup_epochs": 5, "total_epochs": 1000}
     run["swarm"] = {"delay_optimizer_step": True, "delay_grad_averaging": True, "grad_compression": "blockwise8"}
-    factor = dilation(run)
-    matchmaking, allreduce = max(LEAST_MATCHMAKING, MATCHMAKING / factor), ALLREDUCE / factor
+    matchmaking, allreduce = max(LEAST_MATCHMAKING, MATCHMAKING / dilation), ALLREDUCE / dilation
     run["swarm"] |= {
         "matchmaking_time": matchmaking,
         "allreduce_timeout": allreduce,
         "averaging_timeout": 1.25 * allreduce + matchmaking,
-        "progress_expiration": max(LEAST_EXPIRATION, EXPIRATION / factor),
+        "progress_expiration": max(LEAST_EXPIRATION, EXPIRATION / dilation),
         "load_state_timeout": 120.0,
     }
     run["swarm"] |= swarm
@@ -55,9 +59,9 @@ def make_run(model: str, target_batch_size: int, **swarm: Any) -> dict[str, Any]
     return run
 
 
-def dilation(run: dict[str, Any]) -> float:
-    """How many seconds of the original one second stands for."""
-    return ORIGINAL / parameters_of(load_run({**run, "swarm": {}}))
+def line_scale(run: dict[str, Any], dilation: float) -> float:
+    """What lines are multiplied by."""
+    return parameters_of(load_run({**run, "swarm": {}})) * dilation / ORIGINAL
 
 
 class Pool(NamedTuple):

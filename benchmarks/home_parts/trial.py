@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -13,11 +13,13 @@ from typing import Any
 
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.ledger import Account
-from benchmarks.home_parts.material import EPOCH, dilation, make_pool, make_run, speeds_apart
+from benchmarks.home_parts.material import EPOCH, line_scale, make_pool, make_run, speeds_apart
 from benchmarks.home_parts.swarm import HomeSwarm, pressure
 from benchmarks.netlab import Line
 
 MICROBATCHES = 8  # of each device in an epoch
+LEAST_BURST = 16.0  # kB; ten packets
+BURST_SECONDS = 0.002  # of a fast line; the kernel's timers are not finer
 WARM_UP = 2  # epochs, of the slowest worker, that are not counted: the first rounds begin when the workers do
 WARM_UP_PATIENCE = 90.0  # s; a system that has not made its first epochs by then is measured as it is
 
@@ -26,7 +28,7 @@ WARM_UP_PATIENCE = 90.0  # s; a system that has not made its first epochs by the
 class Trial:
     """:param name: what its row is called
     :param system: kit, stock or ddp
-    :param lines: of the workers
+    :param lines: of the workers, before they are scaled
     :param seconds: measured
     :param ratio: between the fastest and the slowest device
     :param swarm: fields of the run file's section `swarm`
@@ -39,7 +41,8 @@ class Trial:
     system: str
     lines: Sequence[Line]
     seconds: float = 60.0
-    model: str = "4m"
+    model: str = "1.5m"
+    dilation: float = 15.0
     ratio: float = 16.0
     target_batch_size: int = 512
     swarm: dict[str, Any] = field(default_factory=dict)
@@ -48,15 +51,19 @@ class Trial:
     real_every: int = 2
 
     def run(self) -> dict[str, Any]:
-        return make_run(self.model, self.target_batch_size, **self.swarm)
+        return make_run(self.model, self.target_batch_size, self.dilation, **self.swarm)
 
     @property
     def epoch_seconds(self) -> float:
-        return self.epoch or EPOCH / dilation(self.run())
+        return self.epoch or EPOCH / self.dilation
 
     @property
     def speeds(self) -> Sequence[float]:
         return speeds_apart(len(self.lines), self.ratio, self.target_batch_size / self.epoch_seconds)
+
+    def scaled_lines(self) -> list[Line]:
+        scale = line_scale(self.run(), self.dilation)
+        return [scaled(line, scale) for line in self.lines]
 
     def settings(self, folder: Path) -> dict[str, Any]:
         run = self.run()
@@ -80,6 +87,12 @@ class Trial:
                 one["stock"] = self.stock
             found.append(one)
         return found
+
+
+def scaled(line: Line, by: float) -> Line:
+    down, up = line.down and by * line.down, line.up and by * line.up
+    burst = max(LEAST_BURST, BURST_SECONDS * 125 * max(down or 0.0, up or 0.0), min(1.0, by) * line.burst)
+    return replace(line, down=down, up=up, burst=burst)
 
 
 @dataclass
@@ -141,7 +154,7 @@ def perform(trial: Trial) -> Outcome:
     """Raises NoNetlab; SystemExit if a worker does not start, or ends."""
     with tempfile.TemporaryDirectory(prefix="home-links-") as name:
         folder = Path(name)
-        with HomeSwarm(folder, trial.lines, trial.settings(folder), trial.each()) as swarm:
+        with HomeSwarm(folder, trial.scaled_lines(), trial.settings(folder), trial.each()) as swarm:
             swarm.go()
             warm = WARM_UP + 1
             swarm.wait_until(lambda: swarm.slowest() >= warm, WARM_UP_PATIENCE)
