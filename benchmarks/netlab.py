@@ -181,6 +181,10 @@ class Netlab:
         """What stands before a command that is to run on this machine."""
         return ["ip", "netns", "exec", self.machines[number - 1]]
 
+    def processes(self, number: int) -> list[int]:
+        """Ids of all that live on this machine, whatever session or group they have gone into."""
+        return [int(pid) for pid in ip("netns", "pids", self.machines[number - 1]).split()]
+
     def traffic(self, number: int) -> Traffic:
         """Since it was made."""
         told = ip("-n", self.machines[number - 1], "-s", "-j", "link", "show", "dev", "line")

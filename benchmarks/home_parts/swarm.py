@@ -23,13 +23,13 @@ PATIENCE = 180.0  # s until all workers are ready
 
 
 class Worker:
-    """One process of worker.py, a process group of its own."""
+    """One process of worker.py, alone on its machine."""
 
-    def __init__(self, inside: Sequence[str], log: Path, settings: dict):
+    def __init__(self, lab: Netlab, machine: int, log: Path, settings: dict):
         self.settings, self.events = settings, []
-        self.log = log
+        self.log, self._lab, self._machine = log, lab, machine
         self.process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "benchmarks.home_parts.worker"],
+            [*lab.inside(machine), sys.executable, "-m", "benchmarks.home_parts.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("a"), text=True, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
@@ -60,12 +60,16 @@ class Worker:
         return found[0]
 
     def signal(self, number: int) -> None:
-        """To all of its processes; p2pd and the averagers are in its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """To all processes on its machine: the averagers, and p2pd, which has left its process group."""
+        for process in self._lab.processes(self._machine):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        """Nothing lives on its machine afterwards."""
+        while self._lab.processes(self._machine):
+            self.signal(signal.SIGKILL)
+            time.sleep(0.02)
         self.process.wait(10)
 
 
@@ -85,7 +89,7 @@ class HomeSwarm:
         self.lab.__enter__()
         try:
             first = {"system": "bootstrap", "address": self.lab.address(1)}
-            self._first = Worker(self.lab.inside(1), self.folder / "first.log", first)
+            self._first = Worker(self.lab, 1, self.folder / "first.log", first)
             self._invited = self._first.wait_for("connected")["maddrs"]
             for number in range(len(self.each)):
                 self.start(number)
@@ -100,7 +104,7 @@ class HomeSwarm:
             **self.settings, **self.each[number], "address": self.address_of(number), "seed": number,
             "initial_peers": self._invited,
         }  # fmt: skip
-        worker = Worker(self.lab.inside(number + 2), self.folder / f"worker-{number}.log", own)
+        worker = Worker(self.lab, number + 2, self.folder / f"worker-{number}.log", own)
         self.workers[number].append(worker)
         return worker
 

@@ -1,0 +1,55 @@
+"""The bench's ledger: which samples were applied, and where the seconds went."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.home_parts.ledger import Account, account, fates, time_to_loss
+from benchmarks.home_parts.material import speeds_apart
+
+
+def step(epoch: int, samples: int = 10, uncertain: bool = False, kept_until: int | None = None, **more) -> dict:
+    clock = {"computed": 9.0 * epoch, "contention": 0.5 * epoch, "between": 0.5 * epoch, "own_work": 0.0}
+    wire = {"wire_sent": 1000 * epoch, "wire_received": 2000 * epoch}
+    said = {"event": "step", "at": 10.0 * epoch, "epoch": epoch, "samples": samples, "of": 10, "failure": None}
+    return {**said, "uncertain": uncertain, "kept_until": kept_until, "group_size": 2, **clock, **wire, **more}
+
+
+@pytest.mark.parametrize(
+    "events, applied",
+    [
+        ([step(1), step(2)], [10, 10]),
+        ([step(1, uncertain=True), step(2, uncertain=True, kept_until=1), step(3, kept_until=2)], [10, 10, 10]),
+        ([step(1, uncertain=True), step(2, uncertain=True), step(3, kept_until=1)], [10, 0, 10]),
+        ([step(1, uncertain=True)], [0]),  # nobody will tell any more
+        ([step(1, uncertain=True), {"event": "finished", "kept_until": 1}], [10]),
+        ([step(1, samples=0), step(2)], [0, 10]),
+    ],
+)
+def test_a_step_counts_once_the_swarm_is_known_to_go_on_from_it(events, applied):
+    assert [samples for _, samples in fates(events)] == applied
+
+
+def test_an_account_is_of_the_time_between_two_steps():
+    found = account([step(epoch) for epoch in range(1, 6)], speed=10 / 9, workers=2, begin=15.0, end=45.0)
+    assert (found.wall, found.steps, found.complete, found.samples) == (20.0, 2, 2, 20)
+    assert found.applied == pytest.approx(18.0)
+    assert (found.lost, found.waiting, found.contention) == pytest.approx((0.0, 1.0, 1.0))
+    assert found.goodput == pytest.approx(18 / 19)
+    assert (found.wire_sent, found.wire_received) == (2000, 4000)
+
+
+def test_who_has_made_no_two_steps_has_no_account():
+    assert account([step(1)], speed=1.0, workers=2, begin=0.0, end=99.0) == Account()
+
+
+def test_a_level_of_loss_is_reached_by_the_mean():
+    curve = [(float(s), 10.0 - s) for s in range(10)]
+    assert time_to_loss(curve, level=6.0, width=3) == 5.0
+    assert time_to_loss(curve, level=-5.0, width=3) is None
+
+
+def test_speeds_are_as_far_apart_as_asked_and_together_what_was_asked():
+    speeds = speeds_apart(8, ratio=16, total=100)
+    assert sum(speeds) == pytest.approx(100)
+    assert max(speeds) / min(speeds) == pytest.approx(16)
