@@ -60,7 +60,7 @@ class Stay:
         return self.applied / (workers * self.wall - self.contention - off)
 
 
-def perform(trial: Trial, seconds: float, every: float, lasting: float) -> Stay:
+def perform(trial: Trial, seconds: float, every: float, lasting: float, keep: Path | None) -> Stay:
     """`every` 0: no faults."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
@@ -81,6 +81,8 @@ def perform(trial: Trial, seconds: float, every: float, lasting: float) -> Stay:
             end, pressed = time.monotonic(), pressure() - pressed
             supervisor.stop()
             swarm.leave()
+            if keep is not None:
+                swarm.keep(keep / ("faults" if every else "quiet"))
             settle_kills(swarm, faults.faults)
             stay = settle(trial, swarm, begin, end, faults.faults)
             stay.crashes, stay.manual_actions = supervisor.crashes, supervisor.manual_actions
@@ -178,6 +180,7 @@ def main() -> int:
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
     parser.add_argument("--real-every", type=int, default=4)
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the run file")
+    parser.add_argument("--keep", type=Path, help="folder for all events and logs")
     options = parser.parse_args()
     trial = Trial(
         "chaos", "kit", [Line(20, 10)] * options.peers, model=options.model, ratio=options.ratio,
@@ -185,9 +188,9 @@ def main() -> int:
         real_every=options.real_every, swarm=settings(options.swarm),
     )  # fmt: skip
     minutes = options.quiet_minutes if options.quiet_minutes is not None else options.minutes / 3
-    quiet = perform(trial, 60 * minutes, 0, 0)
+    quiet = perform(trial, 60 * minutes, 0, 0, options.keep)
     print(f"without faults: goodput {quiet.goodput(options.peers):.3f} in {len(quiet.gaps)} epochs", flush=True)
-    loud = perform(trial, 60 * options.minutes, options.every, options.lasting)
+    loud = perform(trial, 60 * options.minutes, options.every, options.lasting, options.keep)
     for fault in loud.faults:
         took = f"{fault.until - fault.at:6.1f} s" if fault.until else "  never over"
         print(f"{fault.at - loud.faults[0].at:7.1f} s  {fault.kind:<10}{took}  workers {fault.numbers}")

@@ -74,8 +74,8 @@ def settings(given: list[str]) -> dict:
     return {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in given)}
 
 
-def measure(trial: Trial, found: list[Outcome]) -> Outcome:
-    outcome = perform(trial)
+def measure(trial: Trial, found: list[Outcome], keep: Path | None) -> Outcome:
+    outcome = perform(trial, keep)
     print(outcome.row(), flush=True)
     for failure, times in outcome.failures.items():
         print(f"{'':>8}{times} x {failure[:100]}", flush=True)
@@ -132,6 +132,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the kit's run file")
     parser.add_argument("--only", default="", help="trials whose names contain this")
     parser.add_argument("--no-sweep", action="store_true", help="plain hivemind with the run's timeouts alone")
+    parser.add_argument("--keep", type=Path, help="folder for all events and logs")
     parser.add_argument("--full", action="store_true", help=f"{FULL:g} s a trial; stored in benchmarks/results/")
     options = parser.parse_args()
     options.seconds = FULL if options.full else options.seconds
@@ -151,11 +152,11 @@ def main() -> int:
     )
     print(HEAD, flush=True)
     for trial in chosen:
-        measure(trial, found)
+        measure(trial, found, options.keep)
     stock = [outcome for outcome in found if outcome.trial.system == "stock"]
     if stock and not options.no_sweep:
         for trial in sweep(max(stock, key=lambda outcome: outcome.goodput).trial):
-            measure(trial, found)
+            measure(trial, found, options.keep)
     print(WORDS)
     told = {key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in figures(found).items()}
     if options.full:
@@ -171,7 +172,9 @@ def store(options: argparse.Namespace, found: list[Outcome], told: dict) -> None
         for o in found
     ]
     path = RESULTS / "home_links.json"
-    path.write_text(json.dumps({"options": vars(options), "figures": told, "rows": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"options": {**vars(options), "keep": None}, "figures": told, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

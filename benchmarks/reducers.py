@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
     parser.add_argument("--real-every", type=int, default=4)
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the run file")
+    parser.add_argument("--keep", type=Path, help="folder for all events and logs")
     options = parser.parse_args()
     public, client = Line(DOWN, UP), Line(DOWN, UP, nat=True)
     trial = Trial(
@@ -69,7 +70,7 @@ def main() -> int:
         dilation=options.dilation,        real_every=options.real_every,
     )  # fmt: skip
     print(HEAD, flush=True)
-    outcome = perform(trial)
+    outcome = perform(trial, options.keep)
     print(outcome.row())
     for failure, times in outcome.failures.items():
         print(f"{'':>8}{times} x {failure[:100]}")

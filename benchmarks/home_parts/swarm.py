@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,16 @@ class HomeSwarm:
         for worker in self.now():
             while not worker.said("finished") and worker.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
+
+    def keep(self, folder: Path) -> None:
+        """Events and logs of all processes so far, and when the trial began."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "began.json").write_text(json.dumps({"began": self.began, "each": self.each}))
+        for number, processes in enumerate(self.workers):
+            for life, worker in enumerate(processes):
+                lines = "".join(json.dumps(event) + "\n" for event in list(worker.events))
+                (folder / f"worker-{number}-{life}.jsonl").write_text(lines)
+            shutil.copy(processes[-1].log, folder)
 
     def __exit__(self, *_) -> None:
         for worker in [w for processes in self.workers for w in processes] + [getattr(self, "_first", None)]:

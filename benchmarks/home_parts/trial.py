@@ -150,8 +150,11 @@ contention, of the wall seconds; pressure: of the time, somebody on this machine
 steps in a group of all; Mbit/s: sent by a worker, headers included; kB/sample: sent, for each applied sample"""
 
 
-def perform(trial: Trial) -> Outcome:
-    """Raises NoNetlab; SystemExit if a worker does not start, or ends."""
+def perform(trial: Trial, keep: Path | None = None) -> Outcome:
+    """Raises NoNetlab; SystemExit if a worker does not start, or ends.
+
+    :param keep: a folder for the workers' events and logs
+    """
     with tempfile.TemporaryDirectory(prefix="home-links-") as name:
         folder = Path(name)
         with HomeSwarm(folder, trial.scaled_lines(), trial.settings(folder), trial.each()) as swarm:
@@ -163,6 +166,8 @@ def perform(trial: Trial) -> Outcome:
             end, pressed = time.monotonic(), pressure() - pressed
             swarm.leave()
             events = [worker.events[:] for worker in swarm.now()]
+            if keep is not None:
+                swarm.keep(keep / trial.name.replace(" ", "-").replace("/", "-"))
             return settle(trial, events, swarm.began, begin, end, pressed / (end - begin))
 
 
