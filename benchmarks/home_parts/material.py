@@ -27,7 +27,7 @@ from volunteer_kit.runs import build_stream, load_run, parameters_of
 
 ORIGINAL = 125.9e6  # parameters
 EPOCH, MATCHMAKING, ALLREDUCE, EXPIRATION = 141.0, 15.0, 240.0, 60.0  # s, of the original's size
-LEAST_MATCHMAKING, LEAST_EXPIRATION = 1.0, 10.0  # s
+LEAST_MATCHMAKING, LEAST_EXPIRATION = 3.0, 10.0  # s
 MODELS: dict[str, dict[str, Any]] = {
     "1.5m": {"dim": 128, "depth": 5, "heads": 2},
     "4m": {"dim": 256, "depth": 4, "heads": 4},

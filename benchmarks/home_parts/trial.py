@@ -17,7 +17,7 @@ from benchmarks.home_parts.material import EPOCH, line_scale, make_pool, make_ru
 from benchmarks.home_parts.swarm import HomeSwarm, pressure
 from benchmarks.netlab import Line
 
-MICROBATCHES = 8  # of each device in an epoch
+MICROBATCHES = 32  # of each device in an epoch: as short beside matchmaking as a real one is
 LEAST_BURST = 16.0  # kB; ten packets
 BURST_SECONDS = 0.002  # of a fast line; the kernel's timers are not finer
 WARM_UP = 2  # epochs, of the slowest worker, that are not counted: the first rounds begin when the workers do
@@ -44,11 +44,11 @@ class Trial:
     model: str = "1.5m"
     dilation: float = 15.0
     ratio: float = 16.0
-    target_batch_size: int = 512
+    target_batch_size: int = 4096
     swarm: dict[str, Any] = field(default_factory=dict)
     stock: dict[str, Any] = field(default_factory=dict)
     epoch: float | None = None
-    real_every: int = 2
+    real_every: int = 8
 
     def run(self) -> dict[str, Any]:
         return make_run(self.model, self.target_batch_size, self.dilation, **self.swarm)
