@@ -10,6 +10,7 @@ from tests.orders import say
 from volunteer_kit.checkpoint import latest_checkpoint
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.robust.rules import rule
+from volunteer_kit.run_optimizers import build_local_steps
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups, load_run
 from volunteer_kit.session.options import compute_loss, swarm_options
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
@@ -68,15 +69,16 @@ def train(settings: dict, device: Device, words: Words) -> None:
     names = parameter_names(model)
     peer = start(settings)
     make_optimizer, make_scheduler = build_optimizer(run)
+    folder = settings.get("folder")
     optimizer = SwarmOptimizer(
         peer=peer,
-        options=swarm_options(run),
+        options=swarm_options(run, left_over=Path(folder, "left_over.bin") if folder else None),
         params=build_param_groups(run, model),
         optimizer=make_optimizer,
         scheduler=make_scheduler,
+        local_steps=build_local_steps(run),
         reduce=rule(run.swarm.aggregation),
     )
-    folder = settings.get("folder")
     resumed = resume(optimizer, names, run, folder) if folder else None
     taken = optimizer.join(patience=run.swarm.load_state_timeout)
     say("ready", at=time.monotonic(), epoch=optimizer.local_epoch, resumed=resumed, taken=taken)

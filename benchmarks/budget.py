@@ -1,0 +1,156 @@
+"""The budget of "Training Transformers Together", measured: how many bytes does a sample cost on the wire?
+
+    python benchmarks/budget.py                 both parts
+    python benchmarks/budget.py --only wire     bytes and times alone
+    python benchmarks/budget.py --only loss     trainings alone
+    python benchmarks/budget.py --full          more samples, and 8 peers; stored under benchmarks/results/
+
+The claim: batches 4 to 16 times as large, compression 4 to 32, sharing 4 to 24, overlap 1.5 to 2. Each technique alone
+and all together, as bytes that leave the lines of real workers in network namespaces (home_parts/), headers, DHT,
+matchmaking and states included, for each sample that entered a step; what one sends another receives. The baseline is
+torch.distributed's all-reduce (gloo) in fp32 at every 512 samples, of the model without sharing: it is measured with
+the shared one and multiplied by 8.87, the two's parameters (`UNSHARED`). Time is dilated as in home_links.py.
+
+Losses are of trainings in one process (budget_parts/training.py), whose rounds are the kit's code without sockets: at
+equal samples, in pairs of equal seeds, 3 seeds; beside each gap the spread of its seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.budget_parts.arms import ARMS, SMALL_BATCH, UNSHARED, Arm
+from benchmarks.budget_parts.trainings import GAPS, TRAININGS, Training
+from benchmarks.home_parts.trial import HEAD, Outcome, Trial, perform
+from benchmarks.netlab import Line, NoNetlab
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("results")
+SEEDS = (0, 1, 2)
+SECONDS, PEERS = 45.0, 4  # of a trial on the wire
+FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 4  # and times as many samples in each training
+
+
+# --- bytes ---
+
+
+def measure(arm: Arm, options: argparse.Namespace) -> Outcome:
+    lines = [Line(*arm.line)] * options.peers
+    return perform(
+        Trial(
+            arm.words, arm.system, lines, seconds=options.seconds, swarm=arm.swarm, stock=arm.stock, ratio=1,
+            target_batch_size=arm.batch, epoch=arm.epoch, model="1.5m",
+        )
+    )  # fmt: skip
+
+
+def wire(options: argparse.Namespace) -> dict[str, float]:
+    print(HEAD, flush=True)
+    bytes_each, outcomes = {}, {}
+    for arm in ARMS:
+        outcomes[arm.key] = outcome = measure(arm, options)
+        print(outcome.row(), flush=True)
+        for failure, times in outcome.failures.items():
+            print(f"{'':>8}{times} x {failure[:100]}", flush=True)
+        bytes_each[arm.key] = outcome.bytes_per_sample() * (1.0 if arm.is_shared else UNSHARED)
+    base = bytes_each["baseline"]
+    print(f"\n{'':<44}{'claimed':>10}{'by count':>10}{'measured':>10}{'bytes/sample':>15}")
+    for arm in ARMS:
+        x = base / bytes_each[arm.key]
+        print(f"{arm.words:<44}{arm.claimed:>10}{arm.by_count:>10}{x:>10.1f}{bytes_each[arm.key]:>15,.0f}")
+    return {
+        **{f"{key}_x": base / b for key, b in bytes_each.items() if key != "baseline"},
+        "original_overlap_x": overlap(outcomes["original_at_once"], outcomes["original_recipe"]),
+        "codec_x": bytes_each["large_batch"] / UNSHARED / bytes_each["codec"],
+        "contention": max(o.total.contention / max(1e-9, o.total.wall) for o in outcomes.values()),
+    }  # fmt: skip
+
+
+def overlap(at_once: Outcome, delayed: Outcome) -> float:
+    """Samples a second with rounds in the background, over those of devices that wait for theirs."""
+    return delayed.samples_per_second / max(1e-9, at_once.samples_per_second)
+
+
+# --- losses ---
+
+
+def train(training: Training, data: str, seed: int, samples: float, folder: Path) -> dict[str, Any]:
+    asked = {**training.settings(data, samples), "data": data, "seed": seed, "folder": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.budget_parts.training", json.dumps(asked)],
+        cwd=ROOT, capture_output=True, text=True, env=None,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"A training ended badly:\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(
+        f"{data:<8}{training.words:<44}seed {seed}{found['epochs']:>7} epochs  loss {found['loss']:.5f}"
+        f"  {found['bytes'] / 1e3:>9.1f} kB a round{found['seconds']:>7.0f} s",
+        flush=True,
+    )
+    return found
+
+
+def losses(options: argparse.Namespace) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="budget-") as name, ThreadPoolExecutor(2) as pool:
+        folder, found = Path(name), {}
+        asked = [(data, t, seed) for data in options.data for seed in SEEDS for t in TRAININGS]
+        begun = {
+            (data, t.key, seed): pool.submit(train, t, data, seed, options.samples, folder) for data, t, seed in asked
+        }
+        found = {key: future.result()["loss"] for key, future in begun.items()}
+    told = {}
+    print(f"\n{'loss, relative to':<44}" + "".join(f"{data:>22}" for data in options.data))
+    for name, (ours, theirs) in GAPS.items():
+        row = []
+        for data in options.data:
+            gaps = [found[data, ours, seed] / found[data, theirs, seed] - 1 for seed in SEEDS]
+            told[f"{name}_{data}"], told[f"{name}_{data}_spread"] = mean(gaps), stdev(gaps)
+            row.append(f"{mean(gaps):>+14.4f} +-{stdev(gaps):.4f}")
+        told[name] = max(told[f"{name}_{data}"] for data in options.data)
+        print(f"{name:<44}" + "".join(row))
+    for data in options.data:
+        base = [found[data, "baseline", seed] for seed in SEEDS]
+        told[f"seeds_spread_{data}"] = stdev(base) / mean(base)
+    return told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("wire", "loss"))
+    parser.add_argument("--data", nargs="+", choices=("scenes", "emoji"), default=["scenes", "emoji"])
+    parser.add_argument("--peers", type=int, default=PEERS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each trial on the wire, measured")
+    parser.add_argument("--samples", type=float, default=1.0, help="times the samples of a training")
+    parser.add_argument("--full", action="store_true", help="stored under benchmarks/results/")
+    options = parser.parse_args()
+    if options.full:
+        options.peers, options.seconds, options.samples = FULL_PEERS, FULL_SECONDS, FULL_SAMPLES
+    told: dict[str, float] = {"unshared_x": UNSHARED, "small_batch": SMALL_BATCH}
+    if options.only != "loss":
+        told |= wire(options)
+    if options.only != "wire":
+        told |= losses(options)
+    told = {key: float(f"{value:.4g}") for key, value in told.items()}
+    if options.full:
+        RESULTS.mkdir(exist_ok=True)
+        RESULTS.joinpath("budget.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NoNetlab as e:
+        sys.exit(str(e))
