@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 
 import torch
 
@@ -36,12 +37,15 @@ def test_a_member_that_falls_silent_costs_less_than_the_runs_timeouts(tmp_path):
         members = [swarm.add(**timeouts) for _ in range(4)]
         for peer in members:
             await_rounds(peer, 7, group_size=4)
+        began = time.monotonic()
+        while time.monotonic() - began < timeouts["matchmaking_time"] + 1:  # what was told before is over by then
+            await_rounds(members[0], 1, group_size=4)
         os.killpg(members[-1].process.pid, signal.SIGSTOP)
         for peer in members[:-1]:
             last = peer.wait_epoch(epochs(peer)[-1]["epoch"] + 6, group_size=3)
             after = [event for event in epochs(peer) if event["epoch"] > last["epoch"] - 6]
             longest = max(event["seconds"] for event in after)
-            assert longest < 12.0, f"a minute's exchange or 15 s of waiting: {peer.story()}"
+            assert longest < 10.0, f"a minute's exchange or 15 s of waiting: {peer.story()}"
 
 
 def test_slices_follow_what_lines_carry(peer):

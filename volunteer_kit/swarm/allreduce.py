@@ -72,8 +72,8 @@ class SwarmAllReduce(AllReduceRunner):
             self.tensor_part_container.compression = share.sending(compression)
         self.began, self._round_timeout = time.monotonic(), round_timeout
         self.traffic = traffic or Traffic()
-        self.answers = Answers(sum(peer != self.peer_id for peer in self.sender_peer_ids), self.traffic.speed.note)
-        self.answered: dict[PeerID, float] = {}  # s until a reducer's last answer
+        self.outgoing = Answers(sum(peer != self.peer_id for peer in self.sender_peer_ids), self.traffic.speed.note)
+        self.answered_after: dict[PeerID, float] = {}  # s until a reducer's last answer
         self.too_slow: set[PeerID] = set()  # senders left out for it
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
@@ -249,7 +249,7 @@ class SwarmAllReduce(AllReduceRunner):
             part_index += 1
         if part_index != len(shapes):
             raise ConnectionError(f"{peer_id} answered {part_index} parts of {len(shapes)}")
-        self.answered[peer_id] = time.monotonic() - self.began
+        self.answered_after[peer_id] = time.monotonic() - self.began
         await stream.aclose()  # the answering side waits for it: see admitted_averager.LINGER
 
     async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
@@ -281,7 +281,7 @@ class SwarmAllReduce(AllReduceRunner):
                 _, message = await reducer.accumulate_part(sender_index, part_index, counted, weight)
                 part_index += 1
                 self.bytes_sent += len(message.buffer)
-                self.answers.answer(sender, len(message.buffer), part_index == reducer.num_parts)
+                self.outgoing.answer(sender, len(message.buffer), part_index == reducer.num_parts)
                 await self.traffic.send(len(message.buffer))
                 yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=message)
         except TIMEOUTS:

@@ -198,7 +198,7 @@ class SwarmAverager(AdmittedAverager):
             await asyncio.sleep(LINGER)
         except asyncio.CancelledError:
             if runner is not None and runner.done() and not runner.cancelled():
-                runner.result().answers.hung_up(context.remote_id)
+                runner.result().outgoing.hung_up(context.remote_id)
             raise
 
     def _was_split(self, group_id: bytes) -> bool:

@@ -59,7 +59,7 @@ class Pace:
     def over(self, runner: SwarmAllReduce, own_id: PeerID) -> None:
         """A round had an end."""
         slow = {*runner.failed_reducers, *runner.too_slow} - {own_id}
-        self._late.note(runner.answered, runner.failed_reducers)
+        self._late.note(runner.answered_after, runner.failed_reducers)
         if self.exchange is None:
             return
         if slow:

@@ -26,6 +26,7 @@ from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
+from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import SerializerBase
 
 from volunteer_kit.swarm.deadlines import Deadline
@@ -190,11 +191,11 @@ class WaryMatchmaking(Matchmaking):
         """
         began = time.monotonic()
         if not self.client_mode:
-            self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = self.patience.seconds
-            self.request_timeout = min(self._longest_request, REQUEST_SHARE * self.patience.seconds)
             # the DHT takes what expires later for the newer word, and one that expires sooner than our last for none:
             # nobody would find us until that is over
-            step.scheduled_time = max(step.scheduled_time, self._declared_until + LATER)
+            patience = max(self.patience.seconds, self._declared_until + LATER - get_dht_time())
+            self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = patience
+            self.request_timeout = min(self._longest_request, REQUEST_SHARE * self.patience.seconds)
         group = await super().look_for_group(step)
         expected = self.target_group_size
         if group is None:
