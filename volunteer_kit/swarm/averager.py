@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import multiprocessing as mp
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,12 +27,12 @@ from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admitted_averager import LINGER, MAX_GATHERED_BYTES, TOKEN_PATIENCE, AdmittedAverager
 from volunteer_kit.swarm.agreement import under_order
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
-from volunteer_kit.swarm.believed_speed import Limits
 from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.pace import Pace
 from volunteer_kit.swarm.round import Round
+from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE, SharedWords
 from volunteer_kit.swarm.told_group import (
     MAX_GROUP_ID,
     MISQUOTED,
@@ -51,10 +49,9 @@ from volunteer_kit.swarm.told_group import (
 from volunteer_kit.swarm.traffic import Traffic
 
 logger = get_logger(__name__)
-MAX_GROUP_SIZE = 1024
 
 
-class SwarmAverager(AdmittedAverager):
+class SwarmAverager(SharedWords, AdmittedAverager):
     """An averager for admitted peers with checked parts, a rule of choice and equal answers.
 
     :param reduce: the reduction rule, parts and weights -> one part
@@ -76,10 +73,7 @@ class SwarmAverager(AdmittedAverager):
     ):
         self.traffic = traffic or Traffic()
         self._reduce, self._max_weight = reduce, max_weight
-        self._expected_group_size = mp.Value(ctypes.c_int32, 0)
-        self._group_order = mp.Value(ctypes.c_int64, 0)
-        self._weight_limits = Limits()  # in the averager's process
-        self._led_apart = mp.Value(ctypes.c_int64, 0)
+        self._share_words()
         self._remarks: dict[str, str] = {}  # of the step under way
         self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
         self._split_groups: deque[bytes] = deque(maxlen=16)  # likewise
@@ -90,52 +84,10 @@ class SwarmAverager(AdmittedAverager):
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
         longest = min(self.matchmaking_kwargs["request_timeout"], REQUEST_SHARE * patience)
         self.matchmaking_kwargs["request_timeout"] = longest
-        self._patience_value = mp.Value(ctypes.c_double, patience)
-        self._follows = mp.Value(ctypes.c_bool, False)
+        self._learnt_patience.value = patience
         self.pace = Pace(self.serializer, self.traffic.speed, self.bandwidth, self._exchange_timeout)
         if start:
             self.run_in_background(await_ready=True)
-
-    @property
-    def expected_group_size(self) -> int:
-        """Peers that should meet in the next round; when all of them have, nobody waits for matchmaking_time."""
-        return self._expected_group_size.value
-
-    @expected_group_size.setter
-    def expected_group_size(self, value: int) -> None:
-        self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
-
-    @property
-    def patience(self) -> float:
-        """s that we have learnt to wait for who is expected, matchmaking_time at most."""
-        return self._patience_value.value
-
-    @property
-    def is_following(self) -> bool:
-        """Do we wait in a group that another member leads?"""
-        return bool(self._follows.value)
-
-    @property
-    def order(self) -> int:
-        """Sequence of the monitor's order that members of our groups have obeyed, as we have; 0: there was none."""
-        return self._group_order.value
-
-    @order.setter
-    def order(self, sequence: int) -> None:
-        self._group_order.value = sequence
-
-    def limit_weights(self, limits: Limits) -> None:
-        """What each sender can have earned for the next round; where it is not known, `max_weight` is believed."""
-        peers = {peer.to_bytes(): weight for peer, weight in limits.peers.items()}
-        self._outer_pipe.send(("_take_weight_limits", [peers, limits.others], {}))
-
-    async def _take_weight_limits(self, peers: dict[bytes, float], others: float | None) -> None:
-        self._weight_limits = Limits({PeerID(peer): weight for peer, weight in peers.items()}, others)
-
-    @property
-    def led_apart(self) -> int:
-        """Rounds that ended because the leader had told members different groups, or a lie of us."""
-        return self._led_apart.value
 
     async def _step(self, *, step: StepControl, **kwargs) -> None:
         self._remarks = {}
@@ -159,7 +111,7 @@ class SwarmAverager(AdmittedAverager):
         except asyncio.TimeoutError:
             pass  # the control has it already; nobody awaits this task, and what it raises is printed as a traceback
         finally:
-            self._patience_value.value = self._matchmaking.patience.seconds
+            self._learnt_patience.value = self._matchmaking.patience.seconds
 
     def run(self) -> None:
         end_with_parent()

@@ -1,0 +1,66 @@
+"""What the training process and its averager's process tell each other of rounds, beside the pipe between them."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing as mp
+
+from hivemind.p2p import PeerID
+
+from volunteer_kit.swarm.believed_speed import Limits
+
+MAX_GROUP_SIZE = 1024
+
+
+class SharedWords:
+    """Part of SwarmAverager."""
+
+    def _share_words(self) -> None:
+        """To be called before the averager's process is made."""
+        self._expected_group_size = mp.Value(ctypes.c_int32, 0)
+        self._group_order = mp.Value(ctypes.c_int64, 0)
+        self._led_apart = mp.Value(ctypes.c_int64, 0)
+        self._learnt_patience = mp.Value(ctypes.c_double, 0.0)
+        self._follows = mp.Value(ctypes.c_bool, False)
+        self._weight_limits = Limits()  # in the averager's process
+
+    @property
+    def expected_group_size(self) -> int:
+        """Peers that should meet in the next round; when all of them have, nobody waits for matchmaking_time."""
+        return self._expected_group_size.value
+
+    @expected_group_size.setter
+    def expected_group_size(self, value: int) -> None:
+        self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
+
+    @property
+    def patience(self) -> float:
+        """s that we have learnt to wait for who is expected, matchmaking_time at most."""
+        return self._learnt_patience.value
+
+    @property
+    def is_following(self) -> bool:
+        """Do we wait in a group that another member leads?"""
+        return bool(self._follows.value)
+
+    @property
+    def order(self) -> int:
+        """Sequence of the monitor's order that members of our groups have obeyed, as we have; 0: there was none."""
+        return self._group_order.value
+
+    @order.setter
+    def order(self, sequence: int) -> None:
+        self._group_order.value = sequence
+
+    def limit_weights(self, limits: Limits) -> None:
+        """What each sender can have earned for the next round; where it is not known, `max_weight` is believed."""
+        peers = {peer.to_bytes(): weight for peer, weight in limits.peers.items()}
+        self._outer_pipe.send(("_take_weight_limits", [peers, limits.others], {}))
+
+    async def _take_weight_limits(self, peers: dict[bytes, float], others: float | None) -> None:
+        self._weight_limits = Limits({PeerID(peer): weight for peer, weight in peers.items()}, others)
+
+    @property
+    def led_apart(self) -> int:
+        """Rounds that ended because the leader had told members different groups, or a lie of us."""
+        return self._led_apart.value
