@@ -2,6 +2,7 @@
 
     python benchmarks/trainer.py              all of it, some four minutes; the lines take root and iproute2
     python benchmarks/trainer.py --no-lines   without the lines
+    python benchmarks/trainer.py --codec best with the sparse codec over them, in place of 8 bits
 
 Three claims of equality, on which the exit status depends: one peer is a plain Trainer to the last bit; three peers
 with sentences of unequal lengths are a plain Trainer on their batches put together; a script changes in a few lines.
@@ -146,6 +147,7 @@ def run_scripts(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-lines", action="store_true", help="leave out the home lines")
+    parser.add_argument("--codec", choices=home.CODECS, default="8-bit", help="of the gradients over home lines")
     options = parser.parse_args()
     began = time.monotonic()
     torch.set_num_threads(1)
@@ -165,7 +167,7 @@ def main() -> int:
         lines = None
         if not options.no_lines:
             try:
-                lines = home.measure(folder)
+                lines = home.measure(folder, options.codec)
             except NoNetlab as reason:
                 print(reason)
     changed = changed_lines()

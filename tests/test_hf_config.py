@@ -98,6 +98,7 @@ def test_what_has_no_use_is_said():
         ({"opt": {**OPT, "use_local_updates": True}}, ["cannot be had", "whole swarm"]),
         ({"opt": {**OPT, "auxiliary": True}}, ["cannot be had"]),
         ({"opt": {**OPT, "grad_compression": "uniform9"}}, ["'uniform9'", "'uniform8'"]),
+        ({"opt": {**OPT, "state_averaging_compression": "sparse"}}, ["a later round", "blockwise8"]),
         ({"opt": {**OPT, "grad_compression": 8}}, ["name one of"]),
         ({"opt": {**OPT, "wait_for_peers": "two"}}, ["'two'", "such as 2"]),
         ({"opt": {**OPT, "delay_grad_averaging": True, "delay_optimizer_step": False}}, ["delay_optimizer_step"]),

@@ -26,8 +26,14 @@ OPT = {
 }
 
 
-def measure(folder: Path) -> dict[str, float]:
-    """As `figures` says. Raises NoNetlab."""
+CODECS = {"8-bit": "uniform8", "best": "sparse"}
+
+
+def measure(folder: Path, codec: str = "8-bit") -> dict[str, float]:
+    """As `figures` says. Raises NoNetlab.
+
+    :param codec: one of CODECS
+    """
     parameters = sum(p.numel() for p in with_adapters(tiny_llama(**MODEL), RANK).parameters() if p.requires_grad)
     arguments = {
         "per_device_train_batch_size": BATCH, "max_steps": EPOCHS, "learning_rate": 1e-3, "optim": "adamw_torch",
@@ -44,7 +50,8 @@ def measure(folder: Path) -> dict[str, float]:
         ]
         with trained(
             folder, each, lambda number: {"host_maddrs": [f"/ip4/{lab.address(number + 1)}/tcp/0"]}, PATIENCE,
-            model=MODEL, rank=RANK, pause=PAUSE, arguments=arguments, opt=OPT,
+            model=MODEL, rank=RANK, pause=PAUSE, arguments=arguments,
+            opt={**OPT, "grad_compression": CODECS[codec]},
         ) as peers:  # fmt: skip
             return figures(parameters, peers)
 
@@ -66,7 +73,7 @@ def figures(parameters: int, peers: list[TrainerPeer]) -> dict[str, float]:
         "lora_parameters": parameters,
         "bytes_per_round_per_peer": median(e["sent"] for e in steps),
         "wire_bytes_per_round_per_peer": median(wire),
-        "floor_s": parameters * 2 * (PEERS - 1) / PEERS * 8e-6 / UP,
+        "floor_s": median(wire) * 8e-6 / UP,
         "round_s": median(e["averaging"] for e in steps),
         "round_worst_s": max(e["averaging"] for e in steps),
         "round_with_matchmaking_s": median(e["seconds"] for e in steps),

@@ -22,7 +22,7 @@ from hivemind.compression import CompressionBase
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P
 
-from volunteer_kit.swarm.codec import CODECS
+from volunteer_kit.swarm.codec import CODECS, leaves_out
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig
@@ -234,6 +234,11 @@ def _codec(name: str, value: Any) -> CompressionBase:
     if isinstance(value, str):
         if value not in CODECS:
             raise _unknown(f'hivemind_config["opt"]["{name}"]', value, CODECS)
+        if leaves_out(CODECS[value]) and name != "grad_compression":
+            raise _wrong(
+                f'hivemind_config["opt"]["{name}"] is {value!r}, which leaves out what comes with a later round, and a '
+                "state has none. Name one of none, float16, uniform8, blockwise8."
+            )
         return CODECS[value]
     if isinstance(value, CompressionBase):
         kind = getattr(value, "compression_type", None)
