@@ -72,6 +72,15 @@ def test_values_of_one_magnitude_lose_nothing():
     assert torch.equal(send(tensor), tensor)
 
 
+@pytest.mark.parametrize("value", [0.1, 2.5e-3, 0.3, 0.7, 1e-30, 3e38])
+@pytest.mark.parametrize("numel", [1, 7, 100, 640, 2**19])
+def test_equal_magnitudes_have_a_mean_whatever_its_last_digit(value, numel):
+    """As an optimizer's first steps, which move all parameters by its rate."""
+    arrived = send(torch.full((numel,), -value))
+    kept = arrived[arrived != 0]
+    assert len(kept) and torch.allclose(kept, torch.tensor(-value), rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5, 7), (2, 1024)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_shape_and_type_arrive(shape, dtype):
@@ -149,6 +158,13 @@ def test_a_huge_part_of_a_small_message_costs_no_more_than_its_values():
     """Allocation is bounded by the header's bound on elements, not by what the streams say."""
     with pytest.raises(ValueError, match="out of bounds"):
         decode(runtime_pb2.Tensor(compression=SPARSE, buffer=bytes(17), size=[2**30], dtype="float32"))
+
+
+@pytest.mark.parametrize("numel", [2**26, 2**28])
+def test_zeros_that_take_no_bytes_take_little_memory(numel):
+    """36 bytes of a stranger's would else be a gigabyte of float32, before anybody compares shapes."""
+    with pytest.raises(ValueError, match="out of bounds"):
+        decode(runtime_pb2.Tensor(compression=SPARSE, buffer=bytes(17), size=[numel], dtype="float64"))
 
 
 # --- a run file's choice ---

@@ -1,6 +1,6 @@
 """The largest values of a part, and where they stand: two bits a value, and as few as that can be for its place.
 
-What is left out is for feedback.py to keep, and to add to the next round's: without that, this codec loses most of a
+What is left out is for left_over.py to keep, and to add to the next round's: without that, this codec loses most of a
 gradient. Error feedback: Karimireddy et al. 2019, arXiv:1901.09847; top-k in two bits for training over the internet:
 Sarfi et al. 2025, arXiv:2508.15706, who spend 12 bits on each place. The gaps between places of a random share p of all
 values are geometric, of H(p) / p bits: 7.4 at p = 1/64. Golomb's code for them (1966) with a power of two (Rice 1979)
@@ -23,6 +23,7 @@ SPARSE = 18  # in the message's `compression`, beyond hivemind's own
 DENSITY = 1 / 64  # share of the values that travel
 _HEAD = struct.Struct("<IIBff")  # values, bits of the unary stream, Rice parameter, two magnitudes
 MAX_RICE = 31
+MAX_VALUES = 2**20  # of a part; a few bytes may stand for as many zeros as their header says
 
 
 class SparseCodec(CompressionBase):
@@ -65,6 +66,8 @@ class SparseCodec(CompressionBase):
         """Raises ValueError unless it is exactly what `compress` makes of some part."""
         shape, dtype = shape_and_dtype(serialized_tensor)
         numel, buffer = math.prod(shape), serialized_tensor.buffer
+        if numel > MAX_VALUES:
+            raise ValueError(f"a sparse part of shape {shape} is out of bounds")
         if len(buffer) < _HEAD.size:
             raise ValueError(f"{len(buffer)} bytes are no sparse part")
         count, unary_bits, rice, low, high = _HEAD.unpack_from(buffer)
@@ -109,9 +112,11 @@ def _two_levels(magnitudes: torch.Tensor) -> tuple[torch.Tensor, tuple[float, fl
     """Which are large, and the mean of those that are not and of those that are."""
     if not magnitudes.numel():
         return magnitudes.bool(), (0.0, 0.0)
-    large = magnitudes > magnitudes.mean()
+    # in double: the float32 mean of equal values may be a digit below each of them, and then none would be small
+    large = magnitudes > magnitudes.mean(dtype=torch.float64)
     high = magnitudes[large].mean().item() if large.any() else magnitudes.max().item()
-    return large, (min(magnitudes[~large].mean().item(), high), high)
+    low = magnitudes[~large].mean().item() if not large.all() else high
+    return large, (min(low, high), high)
 
 
 def _rice_parameter(gaps: np.ndarray) -> int:
