@@ -177,6 +177,32 @@ def test_a_broken_note_is_no_reason_not_to_start(tmp_path, garbage):
     assert not LeftOver(NUMEL, path, "run").unsent.any()
 
 
+def refuse(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["os.posix_fallocate", "pathlib.Path.open", "pathlib.Path.unlink"])
+def test_without_a_place_on_the_disk_it_is_kept_in_memory(tmp_path, monkeypatch, what):
+    """Every round would fail, or the averager's process end with a bus error."""
+    monkeypatch.setattr(what, refuse)
+    kept = LeftOver(NUMEL, tmp_path / "left_over.bin", "run")
+    kept.begin(make_tensors(0), 3.0).settle([], 12.0, is_counted=True)
+    assert kept.unsent.any() and not (tmp_path / "left_over.json").exists()
+
+
+def test_its_place_on_the_disk_is_taken_at_once(tmp_path):
+    path = tmp_path / "not there yet" / "left_over.bin"
+    LeftOver(NUMEL, path, "run")
+    assert path.stat().st_size == 8 * NUMEL and path.stat().st_blocks * 512 >= 8 * NUMEL
+
+
+def test_a_disk_that_fills_up_later_costs_no_round(tmp_path, monkeypatch):
+    kept = LeftOver(NUMEL, tmp_path / "left_over.bin", "run")
+    monkeypatch.setattr("pathlib.Path.write_text", refuse)
+    kept.begin(make_tensors(0), 3.0).settle([], 12.0, is_counted=True)
+    assert kept.unsent.any()
+
+
 def test_an_order_of_the_monitor_forgets_what_led_to_it():
     kept = LeftOver(NUMEL)
     kept.unsent.fill_(1.0)

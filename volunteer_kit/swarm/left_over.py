@@ -8,8 +8,10 @@ weighs the same whatever the next round's weight is, with whatever group, and af
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,12 +46,27 @@ class LeftOver:
         self._path, self._about = path, {"of": about, "numel": numel}
         self.total_weight = 0.0  # of all members in the last round
         self.order = 0  # the monitor's, under which it came about
-        both = torch.zeros(2, numel)
-        if path is not None:
+        both = None if path is None else self._map(numel)
+        # (N,) values times weight; (N,) means
+        self.unsent, self.unanswered = torch.zeros(2, numel) if both is None else both
+
+    def _map(self, numel: int) -> torch.Tensor | None:
+        """(2, N) in the file; None, and no file from now on, if there can be none. Its place on the disk is taken at
+        once: a page for which there is none left, when it is written, ends the process."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             if not self._read_note():
-                path.unlink(missing_ok=True)
-            both = torch.from_file(str(path), shared=True, size=2 * numel).view(2, numel)
-        self.unsent, self.unanswered = both  # (N,) values times weight; (N,) means
+                self._path.unlink(missing_ok=True)
+            if numel and hasattr(os, "posix_fallocate"):  # macOS has none
+                with self._path.open("ab") as file:
+                    os.posix_fallocate(file.fileno(), 0, 8 * numel)
+            return torch.from_file(str(self._path), shared=True, size=2 * numel).view(2, numel)
+        except (OSError, RuntimeError) as error:
+            logger.warning(f"What is left over of rounds is kept in memory, and lost with this process: {error}")
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            self._path, self.total_weight, self.order = None, 0.0, 0
+            return None
 
     def _read_note(self) -> bool:
         """Is there a file of ours?"""
@@ -69,12 +86,16 @@ class LeftOver:
         return self._path.with_suffix(".json")
 
     def note(self) -> None:
-        """Beside the file: what it is about, and when it was written last."""
+        """Beside the file: what it is about, and when it was written last. A full disk costs no round: then the file
+        is out of date when it is read again, or not read."""
         if self._path is not None:
             told = {**self._about, "total": self.total_weight, "order": self.order, "at": time.time()}
             scratch = self._note.with_suffix(".part")
-            scratch.write_text(json.dumps(told))
-            scratch.replace(self._note)
+            try:
+                scratch.write_text(json.dumps(told))
+                scratch.replace(self._note)
+            except OSError as error:
+                logger.warning(f"What is left over of rounds will be lost with this process: {error}")
 
     def begin(self, tensors: Sequence[torch.Tensor], weight: float, order: int = 0) -> RoundsShare:
         """What goes into a round. Nothing is changed here before its `settle`.
