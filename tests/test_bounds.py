@@ -45,3 +45,17 @@ def test_who_is_scaled_down(norms, weights, bounded, why):
     if bounded and why.startswith("a million"):
         assert found[3].norm().item() == pytest.approx(NORM_BOUND * 1.0, rel=1e-5)
     assert torch.isfinite(torch.stack(found)).all()
+
+
+@pytest.mark.parametrize(
+    "norms, weights, bounded, why",
+    [
+        ([1.0, 1.0, 1.0, 500.0], [256, 256, 256, 1], [], "it had 256 samples when that was left over"),
+        ([1.0, 1.0, 1.0, 500.0], [256, 256, 256, 256], [3], "it has as many samples as the others"),
+        ([1.0, 1.0, 1.0, 1e6], [256, 256, 256, 1], [3], "more than could be left over"),
+        ([1.0, 1.0, 1.0, 1.0], [1, 1, 1, 4096], [], "much work is no lie"),
+    ],
+)
+def test_what_was_left_over_is_long_for_who_has_few_samples_now(norms, weights, bounded, why):
+    _, places = bound_norms(vectors(*norms), [float(weight) for weight in weights], owes=True)
+    assert places == bounded, why

@@ -98,6 +98,17 @@ def test_weights_and_slices_that_change_lose_nothing():
         assert torch.allclose(came + still_to_come(kept, [6.0]), should, atol=1e-3)
 
 
+def test_who_has_few_samples_this_time_is_not_cut_for_what_it_owes():
+    """It divides what is left over by its weight, and would come out hundreds of times as long as the others."""
+    kept = [LeftOver(NUMEL) for _ in range(4)]
+    should, came = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for weights in [[8.0] * 4] * 5 + [[10.65625, 10.65625, 10.65625, 1 / 32]]:
+        tensors = [make_tensors(0) for _ in weights]
+        came += sum(weights) * flat(one_round(kept, tensors, weights, codec=SparseCodec(1 / 16))[0])
+        should += sum(w * flat(t) for w, t in zip(weights, tensors, strict=True))
+        assert torch.allclose(came + sum(weights) * still_to_come(kept, weights), should, atol=1e-2)
+
+
 class HangsUp(SwarmAllReduce):
     """A reducer that answers nobody."""
 

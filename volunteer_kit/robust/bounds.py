@@ -18,7 +18,7 @@ FEWEST = 3  # senders that gave something; of two nobody can say which one is to
 
 
 def bound_norms(
-    parts: Sequence[torch.Tensor], weights: Sequence[float], bound: float = NORM_BOUND
+    parts: Sequence[torch.Tensor], weights: Sequence[float], bound: float = NORM_BOUND, owes: bool = False
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Scale parts down whose L2 norm is more than `bound` times the weighted median of all that are not zero.
 
@@ -26,10 +26,15 @@ def bound_norms(
     fewer than three that gave something, nothing is bounded.
 
     :param weights: samples; who has none is neither counted nor in the average
+    :param owes: parts hold what was left over of rounds before, in which a sender may have had a thousand times the
+        samples that it has now: too long is then only who moves the average too far as well, by weight times norm
     :returns: the parts, in their order, and the places of those that were scaled
     """
     norms = [torch.linalg.vector_norm(part.float(), dtype=torch.float64).item() for part in parts]
     kept = scales(norms, weights, bound)
+    if owes:
+        moved = [norm * weight for norm, weight in zip(norms, weights, strict=True)]
+        kept = [max(pair) for pair in zip(kept, scales(moved, weights, bound), strict=True)]
     too_long = [place for place, scale in enumerate(kept) if scale < 1]
     bounded = list(parts)
     for place in too_long:

@@ -152,7 +152,8 @@ class HeldPartReducer:
         else:
             try:
                 weights = [weight for _, weight in counted]
-                parts, too_long = bound_norms([part for part, _ in counted], weights)
+                owes = self._left_over is not None
+                parts, too_long = bound_norms([part for part, _ in counted], weights, owes=owes)
                 self.too_long.update(senders[place] for place in too_long)
                 average = self._reduce(parts, weights)
                 answer.set_result(self._encode(part_index, average))
