@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -82,6 +83,25 @@ def test_of_a_model_that_was_given_up_nothing_is_kept():
     assert torch.equal(own[0], torch.full((3,), 7.0)) and not steps.way()[0].any()
     steps.add(ones(own), 2)
     assert torch.equal(own[0], torch.full((3,), 6.5))
+
+
+@pytest.mark.parametrize("breaks", ["before a round", "during a round"])
+def test_steps_that_break_our_model_are_given_up_and_nobody_hears_of_them(breaks):
+    adam = partial(torch.optim.Adam, lr=0.5)
+    steps, own, shared = make(optimizer=adam)
+    steps.add(ones(own), 2)
+    if breaks == "during a round":
+        assert all(moved.any() for moved in steps.way())
+    steps.add(ones(own, math.inf), 2)
+    assert not torch.isfinite(own[0]).all()
+    if breaks == "before a round":
+        assert not any(moved.any() for moved in steps.way())
+    for tensor in shared:
+        tensor.add_(10.0)
+    steps.arrive()
+    assert all(torch.equal(a, b) for a, b in zip(own, shared, strict=True))
+    steps.add(ones(own), 2)  # nor is anything of it left in the statistics
+    assert torch.allclose(steps.way()[0], torch.full((3,), 0.5))
 
 
 def test_the_inner_rate_follows_the_swarms_epochs():

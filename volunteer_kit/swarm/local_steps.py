@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hivemind.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,18 @@ class LocalSteps:
     ):
         self.batch_size, self.taken = config.batch_size, 0
         self._shared, self._epoch = shared, epoch
-        self._optimizer = config.optimizer(groups)
-        self._scheduler = config.scheduler(self._optimizer) if config.scheduler else None
+        self._config, self._groups = config, [dict(group) if isinstance(group, dict) else group for group in groups]
+        self._make_optimizer()
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._means = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._parameters]
         self._samples = 0.0  # that the means are of
         self._origin: list[torch.Tensor] | None = None  # from where on our way counts; None: from wherever we are put
         self._origin = self._on_cpu()
+
+    def _make_optimizer(self) -> None:
+        groups = [dict(group) if isinstance(group, dict) else group for group in self._groups]  # it writes into its own
+        self._optimizer = self._config.optimizer(groups)
+        self._scheduler = self._config.scheduler(self._optimizer) if self._config.scheduler else None
 
     def _on_cpu(self) -> list[torch.Tensor]:
         return [parameter.detach().to("cpu", torch.float32, copy=True) for parameter in self._parameters]
@@ -72,19 +80,38 @@ class LocalSteps:
     def way(self) -> list[torch.Tensor]:
         """What goes into a round: the model that we set out from, minus ours; float32 on the CPU."""
         before, self._origin = self._origin or self._shared, self._on_cpu()
-        return [start.detach().float() - ours for start, ours in zip(before, self._origin, strict=True)]
+        way = [start.detach().float() - ours for start, ours in zip(before, self._origin, strict=True)]
+        if not _is_finite(way):
+            self._begin_anew()
+            torch._foreach_zero_(way)
+        return way
+
+    def _begin_anew(self) -> None:
+        """Our steps have broken our model, though not the others': from theirs, and with statistics of nothing. It
+        would stay broken else, for what we are ahead of them would be no number for ever."""
+        logger.warning("Our local steps led to values that are not finite; we go on from the others' model.")
+        self._make_optimizer()
+        self.restart()
+        self.arrive()
 
     @torch.no_grad()
     def arrive(self) -> None:
         """The peers have a new model: go there, and as far on as we have gone since the last round began."""
         shared = [tensor.detach().to(torch.float32, copy=True) for tensor in self._shared]
-        since = self._origin or [None] * len(shared)
+        since, self._origin = self._origin or [None] * len(shared), shared
+        is_finite = True
         for parameter, new, origin in zip(self._parameters, shared, since, strict=True):
             ahead = 0.0 if origin is None else parameter.detach().to("cpu", torch.float32) - origin
+            is_finite = is_finite and (origin is None or bool(torch.isfinite(ahead).all()))
             parameter.copy_(new + ahead)
-        self._origin = shared
+        if not is_finite:
+            self._begin_anew()
 
     def restart(self) -> None:
         """The peers' model is not what ours came of: nothing of our way is of use to it."""
         self._origin = None
         self._forget_gradients()
+
+
+def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
