@@ -58,6 +58,17 @@ def test_sparse_parts_have_no_median(rule):
         run_with(swarm={"grad_compression": "sparse", "aggregation": rule})
 
 
+@pytest.mark.parametrize("codec, words", [("sparse", "top-k"), ("blockwise4", "4 bit"), ("uniform4", "4 bit")])
+def test_a_lossy_codec_of_small_tensors_is_refused_as_one_of_large_ones(codec, words):
+    with pytest.raises(RunError, match=words):
+        run_with(verification={}, swarm={"small_compression": codec, "aggregation": "mean"})
+
+
+def test_small_sparse_parts_have_no_median_either():
+    with pytest.raises(RunError, match="median"):
+        run_with(swarm={"small_compression": "sparse", "aggregation": "centered_clip"})
+
+
 @pytest.mark.parametrize(
     "change",
     [{"grad_density": 0.5}, {"grad_compression": "sparse", "aggregation": "mean"}, {"local_steps": {"batch_size": 8}}],

@@ -69,12 +69,13 @@ class SwarmConfig(BaseModel):
 
     @model_validator(mode="after")
     def _possible(self) -> SwarmConfig:
-        if self.grad_compression == "sparse" and self.aggregation != "mean":
+        sparse = [name for name in ("grad_compression", "small_compression") if getattr(self, name) == "sparse"]
+        if sparse and self.aggregation != "mean":
             raise impossible(
                 "aggregation",
-                f"grad_compression: sparse does not go with {self.aggregation}: most values of a part are zero, and so "
+                f"{sparse[0]}: sparse does not go with {self.aggregation}: most values of a part are zero, and so "
                 "would its median be",
-                "set aggregation: mean, for a run among friends, or grad_compression: blockwise4",
+                f"set aggregation: mean, for a run among friends, or {sparse[0]}: blockwise4",
             )
         if self.delay_grad_averaging and not self.delay_optimizer_step:
             raise impossible(

@@ -103,13 +103,13 @@ class RunConfig(BaseModel):
             ("average_state_every", self.swarm.average_state_every > 0, "set swarm: average_state_every: 0"),
             (
                 "4 bit",
-                self.swarm.grad_compression in ("uniform4", "blockwise4"),
-                "set swarm: grad_compression: blockwise8",
+                bool({"uniform4", "blockwise4"} & {self.swarm.grad_compression, self.swarm.small_compression}),
+                "set swarm: grad_compression: blockwise8 and small_compression: float16",
             ),
             (
                 "top-k with error feedback",
-                self.swarm.grad_compression == "sparse",
-                "set swarm: grad_compression: blockwise8",
+                "sparse" in (self.swarm.grad_compression, self.swarm.small_compression),
+                "set swarm: grad_compression: blockwise8 and small_compression: float16",
             ),
             ("outer optimizer (local steps)", self.swarm.local_steps is not None, "leave swarm: local_steps out"),
             ("uniform8", self.swarm.grad_compression == "uniform8", "set swarm: grad_compression: blockwise8"),
