@@ -104,6 +104,18 @@ def test_steps_that_break_our_model_are_given_up_and_nobody_hears_of_them(breaks
     assert torch.allclose(steps.way()[0], torch.full((3,), 0.5))
 
 
+def test_who_is_too_slow_for_a_whole_step_gives_what_it_has():
+    steps, own, _ = make(batch_size=32)
+    steps.add(ones(own, 2.0), 3)
+    assert steps.taken == 0
+    assert torch.allclose(steps.way()[0], torch.full((3,), 1.0)) and steps.taken == 1
+    assert not steps.way()[0].any()  # with nothing new there is nothing to give
+    steps.add(ones(own), 32)
+    steps.add(ones(own), 3)
+    steps.way()
+    assert steps.taken == 2  # these three are of the next step, as ever
+
+
 def test_the_inner_rate_follows_the_swarms_epochs():
     now = [0]
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 1 / (1 + epoch))

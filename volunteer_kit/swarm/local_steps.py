@@ -45,6 +45,7 @@ class LocalSteps:
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._means = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._parameters]
         self._samples = 0.0  # that the means are of
+        self._has_moved = False  # since the last round
         self._origin: list[torch.Tensor] | None = None  # from where on our way counts; None: from wherever we are put
         self._origin = self._on_cpu()
 
@@ -61,8 +62,10 @@ class LocalSteps:
         """A microbatch's mean gradients, over so many samples; with `batch_size` of them, step."""
         self._samples += samples
         torch._foreach_lerp_(self._means, list(gradients), samples / self._samples)
-        if self._samples < self.batch_size:
-            return
+        if self._samples >= self.batch_size:
+            self._step()
+
+    def _step(self) -> None:
         while self._scheduler is not None and self._scheduler.last_epoch < self._epoch():
             self._scheduler.step()
         for parameter, gradient in zip(self._parameters, self._means, strict=True):
@@ -71,6 +74,7 @@ class LocalSteps:
         self._optimizer.zero_grad()
         self._forget_gradients()
         self.taken += 1
+        self._has_moved = True
 
     def _forget_gradients(self) -> None:
         torch._foreach_zero_(self._means)
@@ -78,7 +82,14 @@ class LocalSteps:
 
     @torch.no_grad()
     def way(self) -> list[torch.Tensor]:
-        """What goes into a round: the model that we set out from, minus ours; float32 on the CPU."""
+        """What goes into a round: the model that we set out from, minus ours; float32 on the CPU.
+
+        Who is too slow for a whole step steps with what it has: who gives zeros gives nothing, and is credited and
+        believed for nothing, while its samples weigh in everybody's mean.
+        """
+        if self._samples > 0 and not self._has_moved:
+            self._step()
+        self._has_moved = False
         before, self._origin = self._origin or self._shared, self._on_cpu()
         way = [start.detach().float() - ours for start, ours in zip(before, self._origin, strict=True)]
         if not _is_finite(way):
