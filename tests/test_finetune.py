@@ -115,6 +115,12 @@ def test_a_run_file_of_a_fine_tune(tmp_path):
     assert parameters_of(run) == adapters < sum(p.numel() for p in shapes_of(run.model).parameters())
 
 
+def test_local_steps_are_not_for_trainers():
+    """A Trainer would step with the outer optimizer, at its rate of 0.7, on plain gradients."""
+    with pytest.raises(RunError, match="leave swarm: local_steps out"):
+        load_run({**RUN, "swarm": {"local_steps": {"batch_size": 8}}})
+
+
 @pytest.mark.parametrize(
     ("change", "is_another"),
     [

@@ -168,6 +168,13 @@ class FineTuneConfig(RunConfig):
     def _preset(cls, value: Any) -> Any:
         return value
 
+    @model_validator(mode="after")
+    def _steps_with_all(self) -> FineTuneConfig:
+        if self.swarm.local_steps is not None:
+            what = "a Trainer has one optimizer, which would be the outer one, of its plain gradients"
+            raise impossible(("swarm", "local_steps"), what, "leave swarm: local_steps out")
+        return self
+
     @property
     def draws(self) -> bool:
         return False
