@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from tests.run_text import DEMO
-from volunteer_kit.optim import Lamb, OuterNesterov
+from volunteer_kit.optim import Lamb, Lamb8bit, OuterNesterov
 from volunteer_kit.run_guarantees import GUARANTEES, as_markdown
 from volunteer_kit.run_optimizers import build_local_steps, build_step_bound
 from volunteer_kit.run_reader import RunError
@@ -94,6 +94,16 @@ def test_lossy_codecs_and_local_steps_reach_the_swarm():
     local = build_local_steps(run)
     assert local.batch_size == 8 and isinstance(local.optimizer(parameters), Lamb)
     assert build_step_bound(run) is None and build_step_bound(run_with()) is not None
+
+
+@pytest.mark.parametrize("device, kind", [("cpu", Lamb8bit), ("meta", Lamb)])
+def test_local_steps_on_a_gpu_have_statistics_of_32_bits(device, kind):
+    """Large parameters elsewhere than on the CPU have no 8-bit ones: a worker with a GPU would not even begin."""
+    run = run_with(swarm={"local_steps": {"batch_size": 8}})
+    assert run.optimizer.statistics_bits == 8
+    parameters = [torch.nn.Parameter(torch.empty(2**17, device=device))]
+    for groups in (parameters, [{"params": parameters, "weight_decay": 0.0}]):
+        assert type(build_local_steps(run).optimizer(groups)) is kind
 
 
 def test_the_readme_has_the_table_as_it_is():

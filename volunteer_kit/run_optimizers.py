@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from volunteer_kit.optim import LambStepBound, OuterNesterov, build_optimizer_factory
@@ -29,7 +30,16 @@ def build_local_steps(config: RunConfig) -> LocalStepsConfig | None:
     """Of a peer that trains; None: the run has none."""
     if config.swarm.local_steps is None:
         return None
-    return LocalStepsConfig(config.swarm.local_steps.batch_size, *build_optimizer_factory(config.optimizer))
+    make, scheduler = build_optimizer_factory(config.optimizer)
+    make_anywhere, _ = build_optimizer_factory(config.optimizer.model_copy(update={"statistics_bits": 32}))
+
+    def make_inner(groups: Any) -> torch.optim.Optimizer:
+        """It steps on the training device, and 8-bit statistics are for the CPU; these are nobody else's."""
+        groups = list(groups)
+        params = [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
+        return (make if all(p.device.type == "cpu" for p in params) else make_anywhere)(groups)
+
+    return LocalStepsConfig(config.swarm.local_steps.batch_size, make_inner, scheduler)
 
 
 def build_step_bound(config: RunConfig, rounding: float = 0.0) -> LambStepBound | None:
