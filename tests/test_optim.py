@@ -12,7 +12,7 @@ from hivemind.optim import state_averager
 from torch import nn
 
 from volunteer_kit.model.dalle import PRESETS, Dalle
-from volunteer_kit.optim import Lamb, OptimizerConfig, build_optimizer_factory, param_groups, parameter_names
+from volunteer_kit.optim import Lamb, Lamb8bit, OptimizerConfig, build_optimizer_factory, param_groups, parameter_names
 from volunteer_kit.optim.exact_state import ExactStateOptimizer
 from volunteer_kit.optim.recipe import LinearSchedule, is_decayed
 
@@ -369,3 +369,15 @@ def test_the_schedule_follows_the_swarms_epochs_as_hivemind_steps_it():
 def test_bad_configurations_are_refused(bad):
     with pytest.raises(ValueError):
         OptimizerConfig(**bad)
+
+
+@pytest.mark.parametrize("kind", [Lamb, Lamb8bit])
+def test_every_step_raises_the_version_of_what_it_changed(kind):
+    """The copies on other devices are renewed by it; the compiled kernels write past PyTorch."""
+    param = nn.Parameter(torch.ones(2**17))
+    optimizer = kind([param])
+    optimizer.fused_size = 2**16
+    before = param._version
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert param._version > before

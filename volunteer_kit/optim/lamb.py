@@ -128,6 +128,7 @@ class Lamb(ExactStateOptimizer):
         statistics = [state[name] for name in STATISTICS if name in state]
         grad = param.grad.to(torch.float32).contiguous()
         fused.update(pool, param, grad, statistics, step, coefficients, group["lr"], group["clamp_value"])
+        torch.autograd.graph.increment_version(param)  # written past PyTorch; copies on other devices look at it
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any], scale: float) -> None:
         states = [self.state[param] for param in params]
