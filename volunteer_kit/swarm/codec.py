@@ -78,6 +78,14 @@ def make_codec(small: str, large: str, threshold: int, density: float | None = N
     return chosen[1] if small == large else SizeAdaptiveCodec(threshold, *chosen)
 
 
+def identity_of(codec: CompressionBase) -> list:
+    """What is equal on two peers whose tensors are cut and encoded alike."""
+    if isinstance(codec, SizeAdaptiveCodec):
+        return [codec.threshold, identity_of(codec.small), identity_of(codec.large)]
+    # 8 and 4 bits are of one class, and cut a tensor at other places
+    return [type(codec).__name__, getattr(codec, "compression_type", None), getattr(codec, "density", None)]
+
+
 def leaves_out(codec: CompressionBase) -> bool:
     """Does it leave so much out that it has to come later? See left_over.py."""
     if isinstance(codec, SizeAdaptiveCodec):

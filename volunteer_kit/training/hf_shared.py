@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from volunteer_kit.swarm.codec import identity_of
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.training.hf_optimizer import parameters_of
@@ -61,7 +62,7 @@ def fingerprint_of(
         "schedule": [schedule, 0 if schedule.startswith("constant") else max_steps],
         "max_grad_norm": max_grad_norm or 0,
         "target_batch_size": options.target_batch_size,
-        "codecs": [type(options.grad_codec).__name__, type(options.state_codec).__name__],
+        "codecs": [identity_of(options.grad_codec), identity_of(options.state_codec)],
         "delay": [options.delay_optimizer_step, options.delay_grad_averaging],
     }
     text = json.dumps(shared, sort_keys=True, default=str)
