@@ -15,6 +15,7 @@ from tests.local_swarm import LocalPeer
 from tests.monitored import monitored
 from volunteer_kit.dashboard.page import render
 from volunteer_kit.dashboard.state import empty_state, run_info
+from volunteer_kit.finetune import _of_run
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings
 from volunteer_kit.host.words import welcome
@@ -26,6 +27,7 @@ from volunteer_kit.model.transformers_model import (
     shapes_of,
 )
 from volunteer_kit.monitor.card import model_card
+from volunteer_kit.robust.rules import rule
 from volunteer_kit.run_sections import AuthorityConfig
 from volunteer_kit.runs import (
     FineTuneConfig,
@@ -113,6 +115,13 @@ def test_a_run_file_of_a_fine_tune(tmp_path):
     assert again == run and again.fingerprint == run.fingerprint
     adapters = sum(p.numel() for p in trained(build_model(run)).values())
     assert parameters_of(run) == adapters < sum(p.numel() for p in shapes_of(run.model).parameters())
+
+
+def test_a_fine_tunes_members_reduce_by_the_runs_rule():
+    """Theirs was the plain mean, whatever the run file said; the monitor's alone was the run's."""
+    for name in ("mean", "centered_clip", "median"):
+        run = load_run({**RUN, "swarm": {"aggregation": name}})
+        assert _of_run(run, {}, "identity.key", None, None).reduce is rule(name)
 
 
 def test_local_steps_are_not_for_trainers():

@@ -19,6 +19,7 @@ import torch
 
 from volunteer_kit.model.transformers_model import Quantization, build_transformers
 from volunteer_kit.optim.recipe import parameter_names
+from volunteer_kit.robust.rules import rule
 from volunteer_kit.runs import FineTuneConfig, RunConfig, RunError, build_model, build_optimizer, build_param_groups
 from volunteer_kit.runs import load_run as _load_run
 from volunteer_kit.session.membership import Membership
@@ -112,6 +113,7 @@ def _of_run(
         words=read.words,
         name=(name or os.environ.get("USER") or "trainer")[:64],
         longest=config.model.max_length,
+        reduce=rule(config.swarm.aggregation),
         door=RunDoor(config, peer, token),
     )
 

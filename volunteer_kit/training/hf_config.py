@@ -22,8 +22,10 @@ from hivemind.compression import CompressionBase
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P
 
+from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.codec import CODECS, leaves_out
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig
 
@@ -91,6 +93,7 @@ class HivemindConfig:
     name: str = "trainer"  # of this peer, for the others
     wait_for_peers: int = 1  # ourselves among them, before the first step
     longest: int | None = None  # words of a full sample; None: what the model can read
+    reduce: Reduce = weighted_mean  # the rule by which members' parts become one
     door: Door | None = None  # of a run from a file; options.run_key is the run's then
     words: tuple[str, ...] = ()
 

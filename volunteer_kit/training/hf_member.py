@@ -171,6 +171,7 @@ class Member:
             options=options,
             params=[{**group} for group in self._shown.param_groups],
             optimizer=lambda groups: moved(self._shown, groups, self.clip),
+            reduce=self.config.reduce,
         )
         self._shown.state.clear()  # it is with the swarm's now
         if self._epoch:
