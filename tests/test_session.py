@@ -19,6 +19,7 @@ from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.failures import RoundCounts
 from volunteer_kit.training.protocol import WorkerSpec
 
 ROOMY, TIGHT = SimpleNamespace(total=16e9, available=8e9), SimpleNamespace(total=16e9, available=1e9)
@@ -137,6 +138,7 @@ def test_who_hides_the_own_name_tells_it_nobody(make_session, hides):
         spec=SimpleNamespace(name="ann", hide_name=hides),
         peer=SimpleNamespace(peer_id=PeerID(b"\x12\x20" + bytes(32)), client_mode=True),
         compute=SimpleNamespace(found=SimpleNamespace(name="Tesla T4")),
+        tally=SimpleNamespace(totals=SimpleNamespace(samples=0), rounds=RoundCounts()),
     )  # fmt: skip
     Session.publish(session)
     assert told[0].hidden is hides and (told[0].name == "ann") is not hides

@@ -27,7 +27,7 @@ def test_a_long_check_is_done_in_pieces_shorter_than_a_matchmaking(monkeypatch):
     optimizer._begin_verifying()
     optimizer.matchmaking_time, optimizer.recompute = 2.0, recompute
     optimizer.grad_averager = SimpleNamespace(
-        verification=SimpleNamespace(sums=8), report=lambda duty, totals: reports.append(totals)
+        verification=SimpleNamespace(sums=8), report=lambda duty, totals: reports.append(totals), patience=2.0
     )
     optimizer._models[5, b""] = [torch.zeros(3)]
     samples = Samples(tuple(range(20)))

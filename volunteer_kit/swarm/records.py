@@ -14,7 +14,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
-from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr, validator
+from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr, root_validator, validator
 
 from volunteer_kit.swarm.failures import CAUSES, MOST
 from volunteer_kit.swarm.forked import LeanDHT
@@ -31,6 +31,10 @@ class RoundsRecord(BaseModel):
     rounds: conint(strict=True, ge=0, le=MOST) = 0
     complete_groups: conint(strict=True, ge=0, le=MOST) = 0
     failed: dict[str, conint(strict=True, ge=0, le=MOST)] = {}
+
+    @root_validator(pre=True)
+    def only_known_fields(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in cls.__fields__ if name in values}  # hivemind's schemas forbid others
 
     @validator("failed", pre=True)
     def only_known_causes(cls, failed: Any) -> Any:

@@ -14,6 +14,9 @@ SLOWEST = 1e-4  # times the usual bandwidth; who has less reduces nothing
 # instead of 1.75. Whoever boasts would get it as well; with what is believed it gets MOST of it, and they carry 1.43.
 # Four times is for groups so large, or with so many fast lines, that nobody gets MOST by it.
 FASTEST = 4.0
+# Times the usual, or a part of it, that is taken for the usual: measured, equal lines differ as much, and slices that
+# wander cost a lossy codec what it has left over of them
+ALIKE = 2.0
 AT_LEAST = 1.5  # of three members one that says twice would get the whole vector
 MOST = 0.5  # of the vector, for one that claims more than all others
 LATE_COUNTS = 0.5  # times the usual, at most, for one whose slice was late: it has boasted, or its line got worse
@@ -50,7 +53,7 @@ def in_proportion(bandwidths: Sequence[float | None], late: Collection[int] = ()
     for place, bandwidth in enumerate(bandwidths):
         share = None if bandwidth is None else bandwidth / usual
         if share is not None:
-            share = 0.0 if share < SLOWEST else min(share, fastest)
+            share = 0.0 if share < SLOWEST else 1.0 if 1 / ALIKE <= share <= ALIKE else min(share, fastest)
         if place in late and share != 0:
             share = LATE_COUNTS if share is None else min(share, LATE_COUNTS)
         shares.append(share)
