@@ -22,6 +22,7 @@ LEAST_BURST = 16.0  # kB; ten packets
 BURST_SECONDS = 0.002  # of a fast line; the kernel's timers are not finer
 WARM_UP = 2  # epochs, of the slowest worker, that are not counted: the first rounds begin when the workers do
 WARM_UP_PATIENCE = 90.0  # s; a system that has not made its first epochs by then is measured as it is
+LEAST_STEPS = 2  # of each worker, for which a trial may take twice its time
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,11 @@ def perform(trial: Trial, keep: Path | None = None) -> Outcome:
         folder = Path(name)
         with HomeSwarm(folder, trial.scaled_lines(), trial.settings(folder), trial.each()) as swarm:
             swarm.go()
-            warm = WARM_UP + 1
+            warm = 1 if trial.system == "ddp" else WARM_UP + 1  # its first step is as all others
             swarm.wait_until(lambda: swarm.slowest() >= warm, WARM_UP_PATIENCE)
-            begin, pressed = time.monotonic(), pressure()
+            begin, pressed, steps = time.monotonic(), pressure(), swarm.slowest()
             swarm.wait_until(lambda: False, trial.seconds)
+            swarm.wait_until(lambda: swarm.slowest() >= steps + LEAST_STEPS, trial.seconds)
             end, pressed = time.monotonic(), pressure() - pressed
             swarm.leave()
             events = [worker.events[:] for worker in swarm.now()]
