@@ -96,7 +96,11 @@ def settle(trial: Trial, swarm: HomeSwarm, begin: float, end: float, faults: lis
         for speed, machine in zip(trial.speeds, swarm.workers, strict=True)
         for worker in machine
     ]
-    known = {number: ledger.fates(events) for number, (_, events, _) in enumerate(processes)}
+    known = {}
+    for number, (_, events, _) in enumerate(processes):
+        steps = ledger.fates(events)
+        decided = {id(step) for step, _ in steps}
+        known[number] = steps + [(e, 0) for e in events if e["event"] == "step" and id(e) not in decided]
     certain = {
         step["epoch"] for steps in known.values() for step, samples in steps
         if samples and step["group_size"] > 1 and not step["failure"]
@@ -173,7 +177,7 @@ def main() -> int:
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--every", type=float, default=EVERY, help="s between faults")
     parser.add_argument("--lasting", type=float, default=LASTING, help="s until a fault is lifted")
-    parser.add_argument("--model", choices=MODELS, default="1.5m")
+    parser.add_argument("--model", choices=MODELS, default="4m")
     parser.add_argument("--ratio", type=float, default=16)
     parser.add_argument("--target", type=int, default=4096)
     parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")

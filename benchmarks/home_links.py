@@ -121,7 +121,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=85, help="of each trial, measured")
     parser.add_argument("--peers", type=int, default=8)
-    parser.add_argument("--model", choices=MODELS, default="1.5m")
+    parser.add_argument("--model", choices=MODELS, default="4m")
     parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")
     parser.add_argument("--ratio", type=float, default=16, help="between the fastest and the slowest device")
     parser.add_argument("--target", type=int, default=4096, help="samples of an epoch")

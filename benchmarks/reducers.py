@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--reducers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--model", choices=MODELS, default="1.5m")
+    parser.add_argument("--model", choices=MODELS, default="4m")
     parser.add_argument("--target", type=int, default=4096, help="samples of an epoch")
     parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")

@@ -21,8 +21,7 @@ def step(epoch: int, samples: int = 10, uncertain: bool = False, kept_until: int
         ([step(1), step(2)], [10, 10]),
         ([step(1, uncertain=True), step(2, uncertain=True, kept_until=1), step(3, kept_until=2)], [10, 10, 10]),
         ([step(1, uncertain=True), step(2, uncertain=True), step(3, kept_until=1)], [10, 0, 10]),
-        ([step(1, uncertain=True)], [0]),  # nobody will tell any more
-        ([step(1, uncertain=True), {"event": "finished", "kept_until": 1}], [10]),
+        ([step(1), step(2, uncertain=True)], [10]),  # nobody has told yet
         ([step(1, samples=0), step(2)], [0, 10]),
     ],
 )

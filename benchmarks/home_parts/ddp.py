@@ -32,7 +32,7 @@ def train(settings: dict, device: Device, words: Words) -> None:
         "gloo", init_method=f"tcp://{ddp['door']}:{PORT}", rank=ddp["number"], world_size=ddp["workers"],
         timeout=PATIENCE,
     )  # fmt: skip
-    say("ready", at=time.monotonic(), epoch=0, resumed=None, taken=False)
+    say("ready", at=time.monotonic(), epoch=0, resumed=None, taken=False, **on_the_wire())
     words.go.wait()
     device.clock.start()
     parameters = list(model.parameters())

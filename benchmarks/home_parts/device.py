@@ -115,7 +115,7 @@ class Device:
         now = time.monotonic()
         if now - self._told_at >= BEAT:
             self._told_at = now
-            say("beat", at=now, losses=self._losses, **self.clock.read())
+            say("beat", at=now, losses=self._losses, **self.clock.read(), **on_the_wire())
             self._losses = []
 
 

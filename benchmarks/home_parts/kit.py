@@ -81,7 +81,7 @@ def train(settings: dict, device: Device, words: Words) -> None:
     )
     resumed = resume(optimizer, names, run, folder) if folder else None
     taken = optimizer.join(patience=run.swarm.load_state_timeout)
-    say("ready", at=time.monotonic(), epoch=optimizer.local_epoch, resumed=resumed, taken=taken)
+    say("ready", at=time.monotonic(), epoch=optimizer.local_epoch, resumed=resumed, taken=taken, **on_the_wire())
     words.go.wait()
     callbacks: list[Callback] = [TellSteps(device)]
     if folder:

@@ -30,6 +30,12 @@ class Account:
     wire_sent: int = 0
     wire_received: int = 0
     samples: int = 0  # applied
+    parts_sent: int = 0  # bytes of gradients and averages, of wire_sent; nothing of matchmaking, DHT and states
+
+    @property
+    def control_sent(self) -> int:
+        """Bytes of all else on the wire: matchmaking, DHT, states, headers, retransmissions."""
+        return self.wire_sent - self.parts_sent
 
     def __add__(self, other: Account) -> Account:
         return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -43,25 +49,24 @@ class Account:
 
 
 def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
-    """(step event, samples of ours that the swarm has by it), once all is known, of one process."""
+    """(step event, samples of ours that the swarm has by it) of one process, as far as it is known."""
     decided, waiting = [], []
     for event in events:
-        if event["event"] not in ("step", "finished"):
+        if event["event"] != "step":
             continue
         if (kept_until := event.get("kept_until")) is not None:
             decided += [(step, step["samples"] if step["epoch"] <= kept_until else 0) for step in waiting]
             waiting = []
-        if event["event"] == "step":
-            if event["uncertain"]:
-                waiting.append(event)
-            else:
-                decided.append((event, event["samples"]))
-    decided += [(step, 0) for step in waiting]
+        if event["uncertain"]:
+            waiting.append(event)
+        else:
+            decided.append((event, event["samples"]))
     return sorted(decided, key=lambda found: found[0]["at"])
 
 
 def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
-    """Of one worker, from its first step after `begin` to its last one before `end` (time.monotonic())."""
+    """Of one worker, from its first step after `begin` to the last one before `end` (time.monotonic()) of which is known
+    what became of it."""
     steps = [(step, samples) for step, samples in fates(events) if begin <= step["at"] <= end]
     if len(steps) < 2:
         return Account()
@@ -81,6 +86,7 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         wire_sent=grown["wire_sent"],
         wire_received=grown["wire_received"],
         samples=applied,
+        parts_sent=sum(step.get("bytes_sent", 0) for step, _ in steps[1:]),
     )
 
 

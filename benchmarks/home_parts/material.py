@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "4m": {"dim": 256, "depth": 4, "heads": 4},
     "12.5m": {"dim": 384, "depth": 5, "heads": 6},
 }
+COMPRESS_ABOVE = 2048  # elements; 65,536 of the original leave its norms and biases out, and here half of the model
 POOL = 512  # samples
 DEMO = Path(__file__).parents[2] / "volunteer_kit" / "run_files" / "demo.yaml"
 
@@ -54,6 +55,7 @@ def make_run(model: str, target_batch_size: int, dilation: float, **swarm: Any) 
         "progress_expiration": max(LEAST_EXPIRATION, EXPIRATION / dilation),
         "load_state_timeout": 120.0,
     }
+    run["swarm"]["compress_above"] = COMPRESS_ABOVE
     run["swarm"] |= swarm
     load_run(run)  # raises RunError
     return run

@@ -106,7 +106,7 @@ def train(settings: dict, device: Device, words: Words) -> None:
         },
     )
     optimizer.device = device
-    say("ready", at=time.monotonic(), epoch=optimizer.local_epoch, resumed=None, taken=False)
+    say("ready", at=time.monotonic(), epoch=optimizer.local_epoch, resumed=None, taken=False, **on_the_wire())
     words.go.wait()
     device.clock.start()
     while not words.leave.is_set():

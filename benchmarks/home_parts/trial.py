@@ -42,7 +42,7 @@ class Trial:
     system: str
     lines: Sequence[Line]
     seconds: float = 60.0
-    model: str = "1.5m"
+    model: str = "4m"
     dilation: float = 15.0
     ratio: float = 16.0
     target_batch_size: int = 4096
@@ -136,19 +136,21 @@ class Outcome:
         return (
             f"{self.trial.name:<34}{self.goodput:>8.3f}{shares}{contention:>8.3f}{self.pressure:>9.2f}"
             f"{ledger.middle(self.rounds):>8.1f}{total.complete / steps:>9.2f}{total.failed:>5}/{total.steps:<5}"
-            f"{8e-6 * total.wire_sent / max(1e-9, total.wall):>8.2f}{self.bytes_per_sample() / 1e3:>10.1f}"
+            f"{8e-6 * total.wire_sent / max(1e-9, total.wall):>8.2f}"
+            f"{8e-6 * total.control_sent / max(1e-9, total.wall):>8.2f}{self.bytes_per_sample() / 1e3:>10.1f}"
             f"{ledger.last_loss(self.curve):>9.3f}"
         )
 
 
 HEAD = (
     f"{'':<34}{'goodput':>8}{'lost':>8}{'waiting':>8}{'(own)':>8}{'cont.':>8}{'pressure':>9}{'round s':>8}"
-    f"{'complete':>9}{'failed':>8}   {'Mbit/s':>8}{'kB/sample':>10}{'loss':>9}"
+    f"{'complete':>9}{'failed':>8}   {'Mbit/s':>8}{'(ctrl)':>8}{'kB/sample':>10}{'loss':>9}"
 )
 WORDS = """goodput: seconds of devices whose samples entered an applied step / (wall seconds - contention); lost:
 computed, and not applied; waiting: between microbatches, of which (own) is what the optimizer itself computed; cont.:
 contention, of the wall seconds; pressure: of the time, somebody on this machine wanted a core and had none; complete:
-steps in a group of all; Mbit/s: sent by a worker, headers included; kB/sample: sent, for each applied sample"""
+steps in a group of all; Mbit/s: sent by a worker, headers included, (ctrl) all but gradients and averages (not known of others than the
+kit); kB/sample: sent, for each applied sample"""
 
 
 def perform(trial: Trial, keep: Path | None = None) -> Outcome:
