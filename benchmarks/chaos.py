@@ -33,7 +33,7 @@ from benchmarks.home_parts import ledger
 from benchmarks.home_parts.faults import Fault, Faults, Supervisor, settle_kills
 from benchmarks.home_parts.material import MODELS
 from benchmarks.home_parts.swarm import HomeSwarm, pressure
-from benchmarks.home_parts.trial import WARM_UP, WARM_UP_PATIENCE, Trial
+from benchmarks.home_parts.trial import REFRESH, WARM_UP, WARM_UP_PATIENCE, Trial
 from benchmarks.netlab import Line, NoNetlab
 
 EVERY, LASTING = 20.0, 8.0  # s between faults, and until one is lifted
@@ -182,13 +182,14 @@ def main() -> int:
     parser.add_argument("--target", type=int, default=4096)
     parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
+    parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8)
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the run file")
     parser.add_argument("--keep", type=Path, help="folder for all events and logs")
     options = parser.parse_args()
     trial = Trial(
         "chaos", "kit", [Line(20, 10)] * options.peers, model=options.model, ratio=options.ratio,
-        dilation=options.dilation, epoch=options.epoch, target_batch_size=options.target,
+        dilation=options.dilation, refresh_period=options.refresh, epoch=options.epoch, target_batch_size=options.target,
         real_every=options.real_every, swarm=settings(options.swarm),
     )  # fmt: skip
     minutes = options.quiet_minutes if options.quiet_minutes is not None else options.minutes / 3

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.material import MODELS, line_scale
-from benchmarks.home_parts.trial import HEAD, WORDS, Outcome, Trial, perform
+from benchmarks.home_parts.trial import HEAD, REFRESH, WORDS, Outcome, Trial, perform
 from benchmarks.netlab import Line, NoNetlab
 
 LINES = {"20_10": (20, 10), "5_1": (5, 1), "1000": (1000, 1000)}  # Mbit/s down, up
@@ -42,7 +42,7 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
     swarm = settings(options.swarm)
     given = {
         "seconds": options.seconds, "model": options.model, "ratio": options.ratio, "epoch": options.epoch,
-        "dilation": options.dilation,        "target_batch_size": options.target, "real_every": options.real_every,
+        "dilation": options.dilation, "refresh_period": options.refresh,        "target_batch_size": options.target, "real_every": options.real_every,
     }  # fmt: skip
 
     def lines(name: str) -> list[Line]:
@@ -128,6 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
     parser.add_argument("--rtt", type=float, default=0, help="ms of each line; costs some of a core")
     parser.add_argument("--loss", type=float, default=0, help="share of packets that each line loses")
+    parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8, help="microbatches with one real backward pass")
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the kit's run file")
     parser.add_argument("--only", default="", help="trials whose names contain this")

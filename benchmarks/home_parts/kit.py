@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.home_parts.device import Device, Words, on_the_wire
@@ -72,7 +73,10 @@ def train(settings: dict, device: Device, words: Words) -> None:
     folder = settings.get("folder")
     optimizer = SwarmOptimizer(
         peer=peer,
-        options=swarm_options(run, left_over=Path(folder, "left_over.bin") if folder else None),
+        options=replace(
+            swarm_options(run, left_over=Path(folder, "left_over.bin") if folder else None),
+            refresh_period=settings["refresh_period"],
+        ),
         params=build_param_groups(run, model),
         optimizer=make_optimizer,
         scheduler=make_scheduler,

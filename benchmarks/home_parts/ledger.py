@@ -65,8 +65,8 @@ def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
 
 
 def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
-    """Of one worker, from its first step after `begin` to the last one before `end` (time.monotonic()) of which is known
-    what became of it."""
+    """Of one worker, from its first step after `begin` to the last one before `end` (time.monotonic()) whose
+    fate is known."""
     steps = [(step, samples) for step, samples in fates(events) if begin <= step["at"] <= end]
     if len(steps) < 2:
         return Account()

@@ -101,7 +101,12 @@ def train(settings: dict, device: Device, words: Words) -> None:
             "average_state_every": 1,
             "grad_compression": wire,
             "state_averaging_compression": wire,
-            "tracker_opts": {"metadata_expiration": swarm.progress_expiration},
+            "tracker_opts": {
+                "min_refresh_period": settings["refresh_period"],
+                "default_refresh_period": 2 * settings["refresh_period"],
+                "max_refresh_period": 2 * settings["refresh_period"],
+                "metadata_expiration": swarm.progress_expiration,
+            },
             **stock,
         },
     )

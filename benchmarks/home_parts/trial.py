@@ -22,6 +22,7 @@ LEAST_BURST = 16.0  # kB; ten packets
 BURST_SECONDS = 0.002  # of a fast line; the kernel's timers are not finer
 WARM_UP = 2  # epochs, of the slowest worker, that are not counted: the first rounds begin when the workers do
 WARM_UP_PATIENCE = 90.0  # s; a system that has not made its first epochs by then is measured as it is
+REFRESH = 1.5  # s; the kit's own is 0.5 at most, and dilated looks fill lines: see material.py
 LEAST_STEPS = 2  # of each worker, for which a trial may take twice its time
 
 
@@ -35,6 +36,7 @@ class Trial:
     :param swarm: fields of the run file's section `swarm`
     :param stock: of stock.py
     :param epoch: s in which all devices together compute target_batch_size samples; None: the original's, dilated
+    :param refresh_period: s between looks at the others' progress
     :param real_every: microbatches with one real backward pass
     """
 
@@ -49,6 +51,7 @@ class Trial:
     swarm: dict[str, Any] = field(default_factory=dict)
     stock: dict[str, Any] = field(default_factory=dict)
     epoch: float | None = None
+    refresh_period: float = REFRESH
     real_every: int = 8
 
     def run(self) -> dict[str, Any]:
@@ -70,7 +73,14 @@ class Trial:
         run = self.run()
         make_pool(run, folder / "pool.safetensors")
         pool = str(folder / "pool.safetensors")
-        return {"system": self.system, "run": run, "pool": pool, "real": 1, "real_every": self.real_every}
+        return {
+            "system": self.system,
+            "refresh_period": self.refresh_period,
+            "run": run,
+            "pool": pool,
+            "real": 1,
+            "real_every": self.real_every,
+        }
 
     def each(self) -> list[dict[str, Any]]:
         """Settings of each worker alone."""
@@ -149,8 +159,8 @@ HEAD = (
 WORDS = """goodput: seconds of devices whose samples entered an applied step / (wall seconds - contention); lost:
 computed, and not applied; waiting: between microbatches, of which (own) is what the optimizer itself computed; cont.:
 contention, of the wall seconds; pressure: of the time, somebody on this machine wanted a core and had none; complete:
-steps in a group of all; Mbit/s: sent by a worker, headers included, (ctrl) all but gradients and averages (not known of others than the
-kit); kB/sample: sent, for each applied sample"""
+steps in a group of all; Mbit/s: sent by a worker, headers included, (ctrl) all but gradients and averages, known of the kit alone;
+kB/sample: sent, for each applied sample"""
 
 
 def perform(trial: Trial, keep: Path | None = None) -> Outcome:
