@@ -189,8 +189,8 @@ def main() -> int:
     options = parser.parse_args()
     trial = Trial(
         "chaos", "kit", [Line(20, 10)] * options.peers, model=options.model, ratio=options.ratio,
-        dilation=options.dilation, refresh_period=options.refresh, epoch=options.epoch, target_batch_size=options.target,
-        real_every=options.real_every, swarm=settings(options.swarm),
+        dilation=options.dilation, refresh_period=options.refresh, epoch=options.epoch,
+        target_batch_size=options.target, real_every=options.real_every, swarm=settings(options.swarm),
     )  # fmt: skip
     minutes = options.quiet_minutes if options.quiet_minutes is not None else options.minutes / 3
     quiet = perform(trial, 60 * minutes, 0, 0, options.keep)

@@ -42,7 +42,8 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
     swarm = settings(options.swarm)
     given = {
         "seconds": options.seconds, "model": options.model, "ratio": options.ratio, "epoch": options.epoch,
-        "dilation": options.dilation, "refresh_period": options.refresh,        "target_batch_size": options.target, "real_every": options.real_every,
+        "dilation": options.dilation, "refresh_period": options.refresh, "target_batch_size": options.target,
+        "real_every": options.real_every,
     }  # fmt: skip
 
     def lines(name: str) -> list[Line]:
