@@ -159,8 +159,8 @@ HEAD = (
 WORDS = """goodput: seconds of devices whose samples entered an applied step / (wall seconds - contention); lost:
 computed, and not applied; waiting: between microbatches, of which (own) is what the optimizer itself computed; cont.:
 contention, of the wall seconds; pressure: of the time, somebody on this machine wanted a core and had none; complete:
-steps in a group of all; Mbit/s: sent by a worker, headers included, (ctrl) all but gradients and averages, known of the kit
-alone; kB/sample: sent, for each applied sample"""
+steps in a group of all; Mbit/s: sent by a worker, headers included, (ctrl) all but gradients and averages, of the kit
+only; kB/sample: sent, for each applied sample"""
 
 
 def perform(trial: Trial, keep: Path | None = None) -> Outcome:
