@@ -12,7 +12,7 @@ small the model is: dilated, looks every 0.5 s sent 2.5 Mbit/s from each worker.
 `refresh_period` seconds, about as often on these lines as the original on its own.
 
 What does not shrink: the bytes of matchmaking and DHT, the delays of lines, and floors: below LEAST_MATCHMAKING
-and LEAST_EXPIRATION, processes that share two cores would be late and taken for gone, and below LEAST_ALLREDUCE the next
+and LEAST_EXPIRATION, processes that share two cores would be late and taken for gone, below LEAST_ALLREDUCE the next
 part of 512 kB, on a line that seven of them share, for lost. All of these make waits longer than they stand for.
 """
 
