@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_what_is_of_another_run_or_too_old_is_not_taken_up(tmp_path, monkeypatch
     path = tmp_path / "left_over.bin"
     first = LeftOver(NUMEL, path, "run")
     first.begin(make_tensors(0), 3.0).settle([], 12.0, is_counted=True)
-    now = __import__("time").time()
+    now = time.time()
     monkeypatch.setattr("volunteer_kit.swarm.left_over.time.time", lambda: now + age)
     again = LeftOver(numel, path, about)
     assert not again.unsent.any() and again.total_weight == 0.0
@@ -218,6 +219,16 @@ def test_an_order_of_the_monitor_forgets_what_led_to_it():
     kept = LeftOver(NUMEL)
     kept.unsent.fill_(1.0)
     assert not flat(kept.begin([torch.zeros_like(t) for t in make_tensors(0)], 1.0, order=7).tensors).any()
+
+
+def test_who_was_away_for_long_forgets_what_it_had_to_say(monkeypatch):
+    kept = LeftOver(NUMEL)
+    kept.unsent.fill_(1.0)
+    zeros = [torch.zeros_like(tensor) for tensor in make_tensors(0)]
+    assert flat(kept.begin(zeros, 1.0).tensors).all()
+    now = time.time()
+    monkeypatch.setattr("volunteer_kit.swarm.left_over.time.time", lambda: now + 4000)
+    assert not flat(kept.begin(zeros, 1.0).tensors).any()
 
 
 def test_values_that_are_not_finite_are_forgotten():

@@ -116,6 +116,16 @@ def test_who_is_too_slow_for_a_whole_step_gives_what_it_has():
     assert steps.taken == 2  # these three are of the next step, as ever
 
 
+def test_who_goes_back_begins_with_statistics_of_nothing():
+    momentum = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    steps, own, _ = make(optimizer=momentum)
+    steps.add(ones(own), 2)
+    steps.restart(with_statistics=True)
+    steps.arrive()
+    steps.add(ones(own), 2)
+    assert torch.allclose(own[0], torch.full((3,), 0.5))  # with momentum it would be 0.05
+
+
 def test_the_inner_rate_follows_the_swarms_epochs():
     now = [0]
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 1 / (1 + epoch))

@@ -297,7 +297,10 @@ def parameters_of(config: RunConfig) -> int:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """What a newcomer downloads: parameters in fp32, and the optimizer's two statistics of each."""
+    """What a newcomer downloads: parameters in fp32, and the optimizer's two statistics of each; with local steps the
+    outer one's momentum."""
+    if config.swarm.local_steps is not None:
+        return parameters_of(config) * 8
     return parameters_of(config) * (4 + config.optimizer.statistics_bits // 4)
 
 

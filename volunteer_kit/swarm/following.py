@@ -259,6 +259,7 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
         self._finish_updates()
         self.state_averager.adopt_state({**self.state_averager.metadata(), "lineage": BEGINNING.hex()}, list(tensors))
         self.uncertain_steps.given_up()
+        self.grad_averager.forget_left_over()
         self.grad_averager.reset_accumulated_grads_()
 
     def training_state(self) -> list[torch.Tensor]:

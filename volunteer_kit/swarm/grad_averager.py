@@ -70,6 +70,15 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
             self._left_over = LeftOver(self.total_size, self._left_over_path, self.prefix)
         return self._left_over.begin(tensors, weight, self.order)
 
+    def forget_left_over(self) -> None:
+        """What was left over led to a model that is given up."""
+        if self.keeps_left_over:
+            self._outer_pipe.send(("_forget_left_over", [], {}))
+
+    async def _forget_left_over(self) -> None:
+        if self._left_over is not None:
+            self._left_over.forget()
+
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
         self.sought = self.expected_group_size
         """A group that is looked for early waits for who is expected until the epoch is due, at least."""

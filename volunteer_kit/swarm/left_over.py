@@ -46,6 +46,7 @@ class LeftOver:
         self._path, self._about = path, {"of": about, "numel": numel}
         self.total_weight = 0.0  # of all members in the last round
         self.order = 0  # the monitor's, under which it came about
+        self._at = time.time()  # of the last round
         both = None if path is None else self._map(numel)
         # (N,) values times weight; (N,) means
         self.unsent, self.unanswered = torch.zeros(2, numel) if both is None else both
@@ -78,7 +79,7 @@ class LeftOver:
                 return False
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        self.total_weight, self.order = total, order
+        self.total_weight, self.order, self._at = total, order, said["at"]
         return True
 
     @property
@@ -88,8 +89,9 @@ class LeftOver:
     def note(self) -> None:
         """Beside the file: what it is about, and when it was written last. A full disk costs no round: then the file
         is out of date when it is read again, or not read."""
+        self._at = time.time()
         if self._path is not None:
-            told = {**self._about, "total": self.total_weight, "order": self.order, "at": time.time()}
+            told = {**self._about, "total": self.total_weight, "order": self.order, "at": self._at}
             scratch = self._note.with_suffix(".part")
             try:
                 scratch.write_text(json.dumps(told))
@@ -102,11 +104,16 @@ class LeftOver:
 
         :param order: of the monitor: what came before one is forgotten
         """
-        if order != self.order or not (torch.isfinite(self.unsent).all() and torch.isfinite(self.unanswered).all()):
+        is_old = time.time() - self._at > MAX_AGE
+        is_finite = torch.isfinite(self.unsent).all() and torch.isfinite(self.unanswered).all()
+        if order != self.order or is_old or not is_finite:
             self.order = order
-            self.unsent.zero_()
-            self.unanswered.zero_()
+            self.forget()
         return RoundsShare(self, tensors, weight)
+
+    def forget(self) -> None:
+        self.unsent.zero_()
+        self.unanswered.zero_()
 
 
 class RoundsShare:

@@ -101,8 +101,7 @@ class LocalSteps:
         """Our steps have broken our model, though not the others': from theirs, and with statistics of nothing. It
         would stay broken else, for what we are ahead of them would be no number for ever."""
         logger.warning("Our local steps led to values that are not finite; we go on from the others' model.")
-        self._make_optimizer()
-        self.restart()
+        self.restart(with_statistics=True)
         self.arrive()
 
     @torch.no_grad()
@@ -118,8 +117,13 @@ class LocalSteps:
         if not is_finite:
             self._begin_anew()
 
-    def restart(self) -> None:
-        """The peers' model is not what ours came of: nothing of our way is of use to it."""
+    def restart(self, with_statistics: bool = False) -> None:
+        """The peers' model is not what ours came of: nothing of our way is of use to it.
+
+        :param with_statistics: nor are the inner optimizer's, which led away from it
+        """
+        if with_statistics:
+            self._make_optimizer()
         self._origin = None
         self._forget_gradients()
 

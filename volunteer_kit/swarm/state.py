@@ -268,6 +268,9 @@ class SwarmStateAverager(AveragedState, TrainingStateAverager):
             self.optimizer.state[parameters[index]][name] = number
 
     def _follow_parameters(self, metadata: dict) -> None:
+        if self.local_steps is not None:
+            goes_back = metadata.get("order", 0) != self._order or metadata.get("lineage") == BEGINNING.hex()
+            self.local_steps.restart(with_statistics=goes_back)
         past = read_past(metadata.get("past"))
         self.kept_until = last_in_common(read_past(self._past), past)
         self._own_past = [told for told in self._own_past if told[0] <= self.kept_until]
@@ -275,8 +278,6 @@ class SwarmStateAverager(AveragedState, TrainingStateAverager):
         self._lineage = bytes.fromhex(metadata.get("lineage", BEGINNING.hex()))
         self._order = metadata.get("order", 0)
         self._past = tuple(said.words() for said in past.values())
-        if self.local_steps is not None:
-            self.local_steps.restart()
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors:
