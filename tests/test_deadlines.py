@@ -25,9 +25,9 @@ def after(*durations: float, ceiling: float = 60.0) -> Deadline:
     [
         ([], 60, 60, "nothing is known"),
         ([5.0] * (LEAST - 1), 60, 60, "too little is known"),
-        ([5.0] * 8, 7.5, 7.5, "half as long again, though all were alike"),
-        ([4.6, 5.0, 5.4, 5.0, 4.8, 5.2, 5.0, 5.1], 6.0, 8.0, "a few deviations"),
-        ([5.0] * 4 + [50.0] + [5.0] * 8, 7.5, 7.5, "one slow round is forgotten"),
+        ([5.0] * 8, 10.0, 10.0, "twice as long, though all were alike"),
+        ([4.6, 5.0, 5.4, 5.0, 4.8, 5.2, 5.0, 5.1], 10.0, 11.0, "twice the longest of the last"),
+        ([5.0] * 4 + [50.0] + [5.0] * 8, 10.0, 10.0, "one slow round is forgotten"),
         ([5.0] * 8 + [50.0], 57, 60, "but not at once: the next may be as slow"),
         ([0.01] * 8, 3.0, 3.0, "a machine may be busy for a moment"),
         ([100.0] * 8, 60, 60, "never longer than the run says"),

@@ -17,7 +17,9 @@ KEPT, LEAST = 16, 4  # durations that are remembered, and how many it takes befo
 DEVIATIONS = 5.0  # above the median
 SIGMA = 1.4826  # median absolute deviations in a standard deviation of normally distributed durations
 EVEN = 0.1  # of the median: a deviation at least; four rounds that were alike do not promise the fifth
-RECENT, MARGIN = 4, 1.15  # durations that fit in any case, and what is added to the longest of them
+# Durations that fit in any case, and times as long as the longest of them: what comes too late sets a member apart, and
+# behind narrow lines that costs more than any waiting
+RECENT, MARGIN = 4, 2.0
 FLOOR_SHARE = 1 / 20  # of the run's own timeout
 LEAST_SECONDS = 2.0  # a lost packet, or a machine that is busy, costs one or two
 WIDER, WIDER_BY_FEW = 2.0, 1.5  # after a failure: times as long; and if it cost no more than half of the members

@@ -14,9 +14,9 @@ SLOWEST = 1e-4  # times the usual bandwidth; who has less reduces nothing
 # instead of 1.75. Whoever boasts would get it as well; with what is believed it gets MOST of it, and they carry 1.43.
 # Four times is for groups so large, or with so many fast lines, that nobody gets MOST by it.
 FASTEST = 4.0
-# Times the usual, or a part of it, that is taken for the usual: measured, equal lines differ as much, and slices that
-# wander cost a lossy codec what it has left over of them
-ALIKE = 2.0
+# Times the usual, or a part of it, that is taken for the usual. Equal lines of 10 Mbit/s were measured as much apart
+# when a round had many parts; slices that wander make rounds longer than any before, which deadlines have not learnt
+ALIKE = 3.0
 AT_LEAST = 1.5  # of three members one that says twice would get the whole vector
 MOST = 0.5  # of the vector, for one that claims more than all others
 LATE_COUNTS = 0.5  # times the usual, at most, for one whose slice was late: it has boasted, or its line got worse
