@@ -14,6 +14,7 @@ import torch
 from hivemind.compression import CompressionInfo
 from scipy.optimize import least_squares
 
+from benchmarks.home_parts.trial import MICROBATCHES
 from benchmarks.simulate_parts.measured import Scenario
 from benchmarks.simulate_parts.model import CODECS, Constants, Prediction, Swarm, predict
 from volunteer_kit.runs import build_model, build_param_groups, load_run
@@ -37,7 +38,7 @@ def swarm_of(scenario: Scenario) -> Swarm:
         down=down, up=up, speed=np.array(trial.speeds), target_batch_size=trial.target_batch_size,
         codec=CODECS[scenario.codec], parts=parts, part_bytes=sizes,
         client=np.arange(len(up)) >= len(up) - scenario.clients, delayed=scenario.delayed,
-        matchmaking=scenario.matchmaking, cores=CORES,
+        matchmaking=scenario.matchmaking, microbatch=scenario.epoch / MICROBATCHES, cores=CORES,
     )  # fmt: skip
 
 

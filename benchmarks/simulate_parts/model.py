@@ -12,27 +12,30 @@ from volunteer_kit.swarm.shares import in_proportion
 MBIT = 125_000.0  # bytes
 LARGEST_REFRESH = 10.0  # s between looks at the others' progress; swarm/options.py
 MOST_TALK = 0.5  # of a line: beyond that looks at the others' progress take turns with parts, and come later
+ASKED = 20  # nodes of the DHT that one look, or one report, goes to; hivemind's bucket
+REPORT, RECORDS = 0.25, 3.0  # s between two reports of one's own progress, at least; records that one costs each node
 HANDSHAKES = 3.0  # round trips before a stream carries its first part
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Bytes a value in a part, and s to encode and decode one on one core, as times as long as blockwise8's."""
+    """Bytes a value in a part, one way and the other; and how many times as long as blockwise8 a core works on one."""
 
     sent: float
     answered: float
     work: float = 1.0
 
 
-# Measured with parts of 2^19 normal values; work from thread time on one core of this machine: encoding and decoding
+# Bytes of parts of 2^19 normal values. Work: 3 ns for what every value costs (summing, copies) and half of what it took
+# to encode and decode one, thread time on one core of the bench; relative to blockwise8
 CODECS = {
     "none": Codec(4.0, 4.0, 1.0),
-    "float16": Codec(2.0, 2.0, 0.6),
-    "uniform8": Codec(1.002, 1.002, 6.0),
+    "float16": Codec(2.0, 2.0, 0.9),
+    "uniform8": Codec(1.002, 1.002, 2.2),
     "blockwise8": Codec(1.004, 1.004, 1.0),
-    "uniform4": Codec(0.5002, 0.5002, 4.5),
-    "blockwise4": Codec(0.5157, 0.5157, 1.5),
-    "sparse": Codec(0.0187, 0.0187, 9.0),
+    "uniform4": Codec(0.5002, 0.5002, 1.8),
+    "blockwise4": Codec(0.5157, 0.5157, 1.1),
+    "sparse": Codec(0.0187, 0.0187, 2.9),
 }
 
 
@@ -41,7 +44,7 @@ class Constants:
     """What arithmetic does not give; fitted on measurements.
 
     :param header: bytes on a line for each byte of parts: Ethernet, IP, TCP, encryption, acknowledgements
-    :param record: bytes that one member's progress costs every other's line, each way, for each look at it
+    :param record: bytes of one member's progress, as one node of the DHT tells it to another
     :param meeting: s from an epoch's end until a group of two has met; `meeting_more`: s for each doubling of it
     :param value_seconds: s of a core for each value that is encoded, reduced or decoded, by blockwise8
     :param pause: s that a device computes nothing in each epoch, whatever the network does: the step itself
@@ -51,7 +54,7 @@ class Constants:
     record: float = 2000.0
     meeting: float = 0.8
     meeting_more: float = 0.2
-    value_seconds: float = 2e-8
+    value_seconds: float = 5e-9
     pause: float = 0.1
 
 
@@ -67,6 +70,7 @@ class Swarm:
     :param rtt: ms of each line, to the middle and back
     :param delayed: average in the background
     :param matchmaking: s, of the run file
+    :param microbatch: s after which a device reports what it has
     :param cores: that all members together have; None: each has one of its own
     :param leaves_per_hour: how often one member leaves, or dies
     :param epochs_lost: of a member's computing, each time
@@ -84,6 +88,7 @@ class Swarm:
     rtt: float = 0.0
     delayed: bool = True
     matchmaking: float = 15.0
+    microbatch: float = 4.0
     cores: float | None = None
     leaves_per_hour: float = 0.0
     epochs_lost: float = 1.0
@@ -98,10 +103,12 @@ class Swarm:
         """s in which all devices together compute a target batch."""
         return self.target_batch_size / float(np.sum(self.speed))
 
-    @property
-    def refresh(self) -> float:
-        """s between looks at the others' progress."""
-        return min(LARGEST_REFRESH, self.matchmaking / 2)
+    def talk(self, record: float) -> np.ndarray:
+        """Mbit/s that each member's line carries, each way, so that all know how far the others are; (n,)."""
+        refresh = min(LARGEST_REFRESH, self.matchmaking / 2)  # s between looks
+        records = self.size / refresh + RECORDS / max(REPORT, self.microbatch)  # a second, of each node that is asked
+        asked = min(ASKED, self.size - 1)
+        return np.minimum(record * asked * records / MBIT, MOST_TALK * np.minimum(self.up, self.down))
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,7 @@ def predict(swarm: Swarm, constants: Constants) -> Prediction:
     n = swarm.size
     values, sent, answered, parts = slices(swarm)
     reducers = int((parts > 0).sum())
-    talk = constants.record * (n - 1) / swarm.refresh / MBIT  # Mbit/s each way, of every member
-    talk = np.minimum(talk, MOST_TALK * np.minimum(swarm.up, swarm.down))  # (n,)
+    talk = swarm.talk(constants.record)
     own, alone = values.sum() - values, n <= 1
     sends = (sent.sum() - sent) * constants.header  # bytes (n,)
     hears = (n - 1) * sent * constants.header

@@ -53,9 +53,8 @@ def draw(
         axes.set_yscale("log")
     for axes in (fixed, grown):
         axes.set_ylim(0, 1.02)
-    rounds.legend(fontsize=8, loc="upper left")
-    fixed.legend(fontsize=8, loc="upper right")
-    figure.suptitle(about, fontsize=11)
+    figure.legend(*rounds.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    figure.suptitle(about, fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
