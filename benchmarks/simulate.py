@@ -109,6 +109,7 @@ def asked(options: argparse.Namespace) -> Swarm:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stored", type=Path, help="measurements are taken from this file, and stored in it")
+    parser.add_argument("--measure-nothing", action="store_true", help="go by what is stored, if it is not all")
     parser.add_argument("--seconds", type=float, default=45, help="of each scenario, measured")
     parser.add_argument("--keep", type=Path, help="folder for all events and logs")
     parser.add_argument("--picture", type=Path, default=RESULTS / "simulate.png")
@@ -135,7 +136,10 @@ def main() -> int:
     options = arguments()
     to_fit, _ = split(SCENARIOS)
     only_asked = options.peers is not None
-    measured = read(options.stored) if only_asked else measure(SCENARIOS, options.seconds, options.stored, options.keep)
+    if only_asked or options.measure_nothing:
+        measured = read(options.stored)
+    else:
+        measured = measure(SCENARIOS, options.seconds, options.stored, options.keep)
     fit_on = [scenario for scenario in to_fit if scenario.name in measured]
     constants = fitting.fit(fit_on, measured) if fit_on else Constants()
     if only_asked:
@@ -148,7 +152,7 @@ def main() -> int:
         about = f"Homes on {DOWN:g}/{UP:g} Mbit/s, {ORIGINAL / 1e6:g} M parameters, delayed averaging: predicted"
         drawn = picture.draw(options.picture, sizes, curves(sizes, constants), about)
         print(f"picture: {options.picture}" if drawn else "no picture: pip install 'matplotlib>=3.8'")
-        told = {**fitting.summary(checks), **asdict(constants), **at_sizes(constants)}
+        told = {**fitting.summary(checks), "scenarios_fitted": len(fit_on), **asdict(constants), **at_sizes(constants)}
     print(json.dumps({key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in told.items()}))
     return 0
 
