@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -106,6 +107,13 @@ def asked(options: argparse.Namespace) -> Swarm:
     )  # fmt: skip
 
 
+def as_told(value: float) -> float | int | None:
+    """None for what nobody knows: JSON has no word for it."""
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stored", type=Path, help="measurements are taken from this file, and stored in it")
@@ -153,7 +161,7 @@ def main() -> int:
         drawn = picture.draw(options.picture, sizes, curves(sizes, constants), about)
         print(f"picture: {options.picture}" if drawn else "no picture: pip install 'matplotlib>=3.8'")
         told = {**fitting.summary(checks), "scenarios_fitted": len(fit_on), **asdict(constants), **at_sizes(constants)}
-    print(json.dumps({key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in told.items()}))
+    print(json.dumps({key: as_told(value) for key, value in told.items()}))
     return 0
 
 
