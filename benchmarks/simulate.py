@@ -25,10 +25,10 @@ The model. Of n members, with lines U_i up and D_i down, devices of s_i samples/
 
 Six constants (header, record, meeting, meeting_more, value_seconds, pause) are fitted by least squares on some of the
 netlab's scenarios, and checked on others: `prediction_error` is the mean of |model / measured - 1| of round_s and
-goodput over those. What it has not seen: delays and losses of lines, groups of more than 5, rounds that fail (where
-`failed` is not 0 the model is too kind), and how long thousands take to meet. The kit refuses groups of more than
-1,024; curves go on as if it did not. "Even slices" are what hivemind's load balancing asks for; between whole parts it
-cannot give more members a slice than there are parts.
+goodput over those, `prediction_error_whole` likewise, without what rounds that failed have cost. What it has not seen:
+delays and losses of lines, groups of more than 5, rounds that fail (where `failed` is not 0 the model is too kind), and
+how long thousands take to meet. The kit refuses groups of more than 1,024; curves go on as if it did not. "Even slices"
+are what hivemind's load balancing asks for; between whole parts it cannot give more members a slice than there are parts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def main() -> int:
         told = asdict(predict(asked(options), constants)) | {"fitted_on": len(fit_on)}
     else:
         checks = fitting.check(SCENARIOS, measured, constants)
-        print(fitting.HEAD, *(one.row() for one in checks), sep="\n")
+        print(fitting.HEAD, *(one.row() for one in checks), fitting.WORDS, sep="\n")
         print("constants: " + ", ".join(f"{name} {value:.4g}" for name, value in asdict(constants).items()))
         sizes = np.unique(np.geomspace(2, 10_000, 60).round().astype(int)).tolist()
         about = f"Homes on {DOWN:g}/{UP:g} Mbit/s, {ORIGINAL / 1e6:g} M parameters, delayed averaging: predicted"

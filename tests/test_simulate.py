@@ -15,7 +15,7 @@ from hivemind.averaging.partition import TensorPartContainer
 from benchmarks.simulate import at_sizes, homes
 from benchmarks.simulate_parts import fitting, model
 from benchmarks.simulate_parts.balance import shares, whole_parts
-from benchmarks.simulate_parts.measured import SCENARIOS, Scenario, split
+from benchmarks.simulate_parts.measured import SCENARIOS, Scenario, complete_only, split
 from benchmarks.simulate_parts.model import CODECS, Codec, Constants, Swarm, cut, predict
 
 # nothing but the parts themselves costs anything
@@ -176,11 +176,11 @@ def test_what_made_the_measurements_is_found_again(monkeypatch):
     made = Constants(header=1.2, record=4000.0, meeting=1.5, meeting_more=0.4, value_seconds=4e-8, pause=0.3)
     shapes = (cut(1_400_000, 20_000), cut(1_400_000, 20_000) * 1.2)
     monkeypatch.setattr(fitting, "parts_of", lambda scenario: shapes)
-    measured = {
-        s.name: {**fitting.compared(predict(fitting.swarm_of(s), made)), "complete": 1.0, "failed": 0, "steps": 1,
-                 "pressure": 0.0}
-        for s in SCENARIOS
-    }  # fmt: skip
+    measured = {}
+    for scenario in SCENARIOS:
+        found = fitting.compared(predict(fitting.swarm_of(scenario), made))
+        whole = {fitting.COMPLETE + name: value for name, value in found.items()}
+        measured[scenario.name] = {**found, **whole, "complete": 1.0, "failed": 0, "steps": 1, "pressure": 0.0}
     to_fit, held = split(SCENARIOS)
     assert len(to_fit) >= 4 and len(held) >= 4
     checks = fitting.check(SCENARIOS, measured, fitting.fit(to_fit, measured))
@@ -192,6 +192,29 @@ def test_what_made_the_measurements_is_found_again(monkeypatch):
 def test_a_scenario_without_rounds_is_not_predicted():
     """It must not pass for a good prediction."""
     scenario = Scenario("none", ((10, 10),) * 2)
-    nothing = {"round_s": math.nan, "goodput": 0.0, "bytes_per_sample": 1.0}
+    nothing = dict.fromkeys(fitting.compared(predict(swarm([(10, 10)] * 2), PURE)), math.nan)
+    nothing |= {fitting.COMPLETE + name: 0.0 for name in nothing}
     bad = fitting.Check(scenario, nothing, predict(swarm([(10, 10)] * 2), PURE))
-    assert fitting.summary([bad])["prediction_error"] == math.inf
+    told = fitting.summary([bad])
+    assert told["prediction_error"] == told["prediction_error_whole"] == math.inf
+
+
+# --- measurements ---
+
+
+def step(at: float, size: int = 2, samples: int = 40, **fields) -> dict:
+    counted = {"at": at, "contention": 0.1 * at, "wire_sent": int(1000 * at)}
+    told = {"event": "step", "group_size": size, "failure": None, "apart": None, "samples": samples, "seconds": 3.0}
+    return {**told, **counted, **fields}
+
+
+def test_whole_steps_are_those_of_all_after_another_such():
+    warm = [step(1.0), step(2.0)]
+    good = [*warm, step(10.0), step(20.0), step(30.0)]
+    bad = [*warm, step(10.0), step(20.0, size=1, failure="nobody"), step(30.0), step(40.0, apart="apart"), step(50.0)]
+    found = complete_only([good, bad], speeds=[5.0, 5.0])
+    assert found["complete_rounds"] == 2
+    assert found["complete_goodput"] == pytest.approx(2 * 8 / (2 * 9))
+    assert found["complete_bytes_per_sample"] == pytest.approx(250)
+    assert found["complete_round_s"] == 3
+    assert math.isnan(complete_only([bad, bad], [1.0, 1.0])["complete_goodput"])

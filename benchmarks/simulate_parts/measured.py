@@ -7,15 +7,18 @@ epochs and waits are given here.
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.material import ORIGINAL, line_scale, make_run
-from benchmarks.home_parts.trial import Outcome, Trial, perform
+from benchmarks.home_parts.trial import WARM_UP, Outcome, Trial, perform
 from benchmarks.netlab import Line
 
 MODEL, TARGET = "1.5m", 1024  # of home_parts/material.py; samples of an epoch
@@ -82,8 +85,11 @@ def parameters() -> int:
     return round(ORIGINAL / undilated())
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
-    """What is stored of a measurement; s, bytes, Mbit/s."""
+def told(outcome: Outcome, events: Sequence[Sequence[dict]]) -> dict[str, Any]:
+    """What is stored of a measurement; s, bytes, Mbit/s.
+
+    :param events: of each worker
+    """
     total, walls = outcome.total, [a.wall / a.steps for a in outcome.accounts if a.steps]
     return {
         "round_s": ledger.middle(outcome.rounds),
@@ -100,7 +106,36 @@ def told(outcome: Outcome) -> dict[str, Any]:
         "own_work": total.share(total.own_work),
         "contention": total.contention / max(1e-9, total.wall),
         "pressure": outcome.pressure,
+        **complete_only(events, outcome.trial.speeds),
     }
+
+
+def complete_only(events: Sequence[Sequence[dict]], speeds: Sequence[float]) -> dict[str, float]:
+    """Of all steps after warming up, those that all workers took together, after another such: what a swarm comes to
+    without what rounds that failed have cost it."""
+    applied = seconds = sent = samples = 0.0
+    rounds = []
+    for one, speed in zip(events, speeds, strict=True):
+        steps = [event for event in one if event["event"] == "step"][WARM_UP:]
+        for before, step in pairwise(steps):
+            if all(e["group_size"] == len(events) and not e["failure"] and not e["apart"] for e in (before, step)):
+                grown = {name: step[name] - before[name] for name in ("at", "contention", "wire_sent")}
+                applied, seconds = applied + step["samples"] / speed, seconds + grown["at"] - grown["contention"]
+                samples, sent = samples + step["samples"], sent + grown["wire_sent"]
+                rounds.append(step["seconds"])
+    return {
+        "complete_rounds": len(rounds),
+        "complete_round_s": ledger.middle(rounds),
+        "complete_goodput": applied / seconds if seconds else math.nan,
+        "complete_bytes_per_sample": sent / samples if samples else math.nan,
+    }
+
+
+def kept(folder: Path, scenario: Scenario) -> list[list[dict]]:
+    """Events of each worker of a trial whose events were kept in `folder`."""
+    place = folder / scenario.name.replace(" ", "-").replace("/", "-")
+    files = [place / f"worker-{number}-0.jsonl" for number in range(len(scenario.lines))]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 def read(path: Path | None) -> dict[str, dict[str, Any]]:
@@ -119,7 +154,9 @@ def measure(
         as_defined = json.loads(json.dumps(asdict(scenario)))
         if known.get(scenario.name, {}).get("scenario") == as_defined:
             continue
-        measured = told(perform(scenario.trial(seconds), keep))
+        with tempfile.TemporaryDirectory(prefix="simulate-") as name:
+            folder = keep or Path(name)
+            measured = told(perform(scenario.trial(seconds), folder), kept(folder, scenario))
         print(f"measured: {scenario.name:<40}" + "".join(f" {k} {v:.3g}" for k, v in measured.items()), flush=True)
         known[scenario.name] = {"scenario": as_defined, **measured}
         if path is not None:
