@@ -28,7 +28,7 @@ netlab's scenarios, and checked on others: `prediction_error` is the mean of |mo
 goodput over those, `prediction_error_whole` likewise, without what rounds that failed have cost. What it has not seen:
 delays and losses of lines, groups of more than 5, rounds that fail (where `failed` is not 0 the model is too kind), and
 how long thousands take to meet. The kit refuses groups of more than 1,024; curves go on as if it did not. "Even slices"
-are what hivemind's load balancing asks for; between whole parts it cannot give more members a slice than there are parts.
+are what hivemind's load balancing asks for; between whole parts it cannot give more members a slice than it has parts.
 """
 
 from __future__ import annotations
