@@ -16,12 +16,12 @@ The model. Of n members, with lines U_i up and D_i down, devices of s_i samples/
                slices by hivemind's load balancing of what lines carry, believed as swarm/shares.py believes it, cut
                between parts as hivemind cuts; bytes as the codec's, times `header`
     U', D'   = the line less the talk about progress: `record` bytes, of each node of the DHT that is asked (20 at
-               most), n times each half a matchmaking time (10 s at most) and 3 times a microbatch; half of the line
-               at most
-    work     = `value_seconds` for each value encoded, summed or decoded, times the codec's own factor
+               most), n times each half a matchmaking time (10 s at most) and, of who computes, 3 times a microbatch;
+               half of the line at most
+    work     = `value_seconds` for each value encoded or decoded and summed, times the codec's own factors
     wall     = epoch + pause + round           or with delayed averaging: epoch + pause + max(0, round - epoch)
     goodput  = epoch / wall, less what members lose that leave
-    bytes    = those of the exchange, and of that talk for as long as an epoch lasts
+    bytes    = those of the exchange, and of that talk
 
 Six constants (header, record, meeting, meeting_more, value_seconds, pause) are fitted by least squares on some of the
 netlab's scenarios, and checked on others: `prediction_error` is the mean of |model / measured - 1| of round_s and

@@ -23,19 +23,20 @@ class Codec:
 
     sent: float
     answered: float
-    work: float = 1.0
+    encode: float = 1.0
+    decode: float = 1.0
 
 
-# Bytes of parts of 2^19 normal values. Work: 3 ns for what every value costs (summing, copies) and half of what it took
-# to encode and decode one, thread time on one core of the bench; relative to blockwise8
+# Bytes of parts of 2^19 normal values. Work: 3 ns for what every value costs (summing, copies) and what it took to
+# encode or decode one, thread time on one core of the bench; relative to blockwise8's 4 ns
 CODECS = {
-    "none": Codec(4.0, 4.0, 1.0),
-    "float16": Codec(2.0, 2.0, 0.9),
-    "uniform8": Codec(1.002, 1.002, 2.2),
-    "blockwise8": Codec(1.004, 1.004, 1.0),
-    "uniform4": Codec(0.5002, 0.5002, 1.8),
-    "blockwise4": Codec(0.5157, 0.5157, 1.1),
-    "sparse": Codec(0.0187, 0.0187, 2.9),
+    "none": Codec(4.0, 4.0, 1.3, 0.9),
+    "float16": Codec(2.0, 2.0, 0.9, 0.8),
+    "uniform8": Codec(1.002, 1.002, 3.0, 1.5),
+    "blockwise8": Codec(1.004, 1.004),
+    "uniform4": Codec(0.5002, 0.5002, 2.0, 1.5),
+    "blockwise4": Codec(0.5157, 0.5157, 1.1, 1.1),
+    "sparse": Codec(0.0187, 0.0187, 4.9, 1.0),
 }
 
 
@@ -103,12 +104,14 @@ class Swarm:
         """s in which all devices together compute a target batch."""
         return self.target_batch_size / float(np.sum(self.speed))
 
-    def talk(self, record: float) -> np.ndarray:
-        """Mbit/s that each member's line carries, each way, so that all know how far the others are; (n,)."""
+    def talk(self, record: float) -> tuple[np.ndarray, np.ndarray]:
+        """Mbit/s that each member's line carries, each way, so that all know how far the others are, (n,): while it
+        computes, and reports after each microbatch; and while it waits, and only looks at the others' reports."""
         refresh = min(LARGEST_REFRESH, self.matchmaking / 2)  # s between looks
-        records = self.size / refresh + RECORDS / max(REPORT, self.microbatch)  # a second, of each node that is asked
-        asked = min(ASKED, self.size - 1)
-        return np.minimum(record * asked * records / MBIT, MOST_TALK * np.minimum(self.up, self.down))
+        asked, most = min(ASKED, self.size - 1), MOST_TALK * np.minimum(self.up, self.down)
+        looks, reports = self.size / refresh, RECORDS / max(REPORT, self.microbatch)  # records a second
+        computing, waiting = record * asked * (looks + reports) / MBIT, record * asked * looks / MBIT
+        return np.minimum(computing, most), np.minimum(waiting, most)
 
 
 @dataclass(frozen=True)
@@ -131,28 +134,34 @@ def predict(swarm: Swarm, constants: Constants) -> Prediction:
     n = swarm.size
     values, sent, answered, parts = slices(swarm)
     reducers = int((parts > 0).sum())
-    talk = swarm.talk(constants.record)
+    talk, talk_waiting = swarm.talk(constants.record)
     own, alone = values.sum() - values, n <= 1
     sends = (sent.sum() - sent) * constants.header  # bytes (n,)
     hears = (n - 1) * sent * constants.header
     answers = (n - 1) * answered * constants.header
     learns = (answered.sum() - answered) * constants.header
-    up = MBIT * (swarm.up - talk)  # bytes/s (n,)
-    down = MBIT * (swarm.down - talk)
+    beside = talk if swarm.delayed else talk_waiting
+    up, down = MBIT * (swarm.up - beside), MBIT * (swarm.down - beside)  # bytes/s (n,)
     busiest = max(((sends + answers) / up).max(), ((hears + learns) / down).max())
     # a part is answered when its last sender has sent it; of a slice in one part, all answers come after all senders
     last = np.divide(answers, parts, out=np.zeros(n), where=parts > 0)
     one_after_other = max((sends / up).max(), (hears / down).max()) + max((last / up).max(), (last / n / down).max())
     exchange = 0.0 if alone else max(busiest, one_after_other) + HANDSHAKES * 2 * swarm.rtt / 1000
     # encoded once by its sender, decoded and summed by its reducer, encoded once for all, decoded by each
-    handled = 2 * own + (n + 1) * values  # (n,)
-    one = constants.value_seconds * swarm.codec.work
-    work = 0.0 if alone else one * float(handled.max() if swarm.cores is None else handled.sum() / swarm.cores)
+    encoded, decoded = own + values, own + (n - 1) * values  # (n,)
+    handled = swarm.codec.encode * encoded + swarm.codec.decode * decoded
+    work = (
+        0.0
+        if alone
+        else constants.value_seconds * float(handled.max() if swarm.cores is None else handled.sum() / swarm.cores)
+    )
     meeting = 0.0 if alone else constants.meeting + constants.meeting_more * np.log2(n / 2)
     seconds = meeting + exchange + work
     wall = swarm.epoch + constants.pause + max(0.0, seconds - (swarm.epoch if swarm.delayed else 0.0))
     kept = max(0.0, 1 - swarm.leaves_per_hour / 3600 * (swarm.epochs_lost * wall))
-    total = float((sends + answers).sum()) + float(talk.sum()) * MBIT * wall
+    total = float((sends + answers).sum()) + MBIT * float(
+        (talk * swarm.epoch + talk_waiting * (wall - swarm.epoch)).sum()
+    )
     return Prediction(
         meeting=float(meeting),
         exchange=float(exchange),
