@@ -69,13 +69,14 @@ def figures(parameters: int, peers: list[TrainerPeer]) -> dict[str, float]:
         for peer in peers
         for before, after in pairwise(e for e in peer.said("epoch") if e["epoch"] >= WARM_UP)
     ]
+    rounds = [e["averaging"] for e in steps if e["averaging"] is not None]  # None: there was no group
     return {
         "lora_parameters": parameters,
         "bytes_per_round_per_peer": median(e["sent"] for e in steps),
         "wire_bytes_per_round_per_peer": median(wire),
         "floor_s": median(wire) * 8e-6 / UP,
-        "round_s": median(e["averaging"] for e in steps),
-        "round_worst_s": max(e["averaging"] for e in steps),
+        "round_s": median(rounds),
+        "round_worst_s": max(rounds),
         "round_with_matchmaking_s": median(e["seconds"] for e in steps),
         "stall_s": median(sum(e["gaps"]) for e in epochs),
         "rounds_of_all": sum(e["group_size"] == PEERS for e in steps) / len(steps),
