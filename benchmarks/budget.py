@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.budget_parts.arms import ARMS, SMALL_BATCH, UNSHARED, Arm
 from benchmarks.budget_parts.trainings import GAPS, TRAININGS, Training
 from benchmarks.home_parts.trial import HEAD, Outcome, Trial, perform
-from benchmarks.netlab import Line, NoNetlab
+from benchmarks.netlab import Line
+from benchmarks.netlab_parts.telling import end_with
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
@@ -150,7 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NoNetlab as e:
-        sys.exit(str(e))
+    end_with(main)

@@ -17,7 +17,6 @@ is goodput_kept_less_stops.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -34,7 +33,8 @@ from benchmarks.home_parts.faults import Fault, Faults, Supervisor, settle_kills
 from benchmarks.home_parts.material import MODELS
 from benchmarks.home_parts.swarm import HomeSwarm, pressure
 from benchmarks.home_parts.trial import REFRESH, WARM_UP, WARM_UP_PATIENCE, Trial
-from benchmarks.netlab import Line, NoNetlab
+from benchmarks.netlab import Line
+from benchmarks.netlab_parts.telling import as_told, end_with
 
 EVERY, LASTING = 20.0, 8.0  # s between faults, and until one is lifted
 LONGEST_DEAD_TIME = 20.0  # s that are taken off for one kill
@@ -201,13 +201,9 @@ def main() -> int:
         print(f"{fault.at - loud.faults[0].at:7.1f} s  {fault.kind:<10}{took}  workers {fault.numbers}")
     for failure, times in loud.failures.most_common():
         print(f"{times:>6} x {failure[:100]}")
-    told = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures(options.peers, quiet, loud).items()}
-    print(json.dumps(told))
+    print(as_told(figures(options.peers, quiet, loud)))
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NoNetlab as e:
-        sys.exit(str(e))
+    end_with(main)

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.material import MODELS, line_scale
 from benchmarks.home_parts.trial import HEAD, REFRESH, WORDS, Outcome, Trial, perform
-from benchmarks.netlab import Line, NoNetlab
+from benchmarks.netlab import Line
+from benchmarks.netlab_parts.telling import end_with
 
 LINES = {"20_10": (20, 10), "5_1": (5, 1), "1000": (1000, 1000)}  # Mbit/s down, up
 STOCK = {"float16": {}, "uniform8": {}, "powersgd": {"rank": 4}}
@@ -180,7 +181,4 @@ def store(options: argparse.Namespace, found: list[Outcome], told: dict) -> None
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NoNetlab as e:
-        sys.exit(str(e))
+    end_with(main)

@@ -15,7 +15,6 @@ of the rounds' time in which devices computed on.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from benchmarks.home_links import settings
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.material import MODELS
 from benchmarks.home_parts.trial import HEAD, REFRESH, WORDS, Outcome, Trial, perform
-from benchmarks.netlab import Line, NoNetlab
+from benchmarks.netlab import Line
+from benchmarks.netlab_parts.telling import as_told, end_with
 
 DOWN, UP = 20, 20  # Mbit/s
 
@@ -76,13 +76,9 @@ def main() -> int:
     for failure, times in outcome.failures.items():
         print(f"{'':>8}{times} x {failure[:100]}")
     print(WORDS)
-    told = figures(outcome)
-    print(json.dumps({key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in told.items()}))
+    print(as_told(figures(outcome)))
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NoNetlab as e:
-        sys.exit(str(e))
+    end_with(main)

@@ -46,7 +46,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.home_parts.material import EPOCH, ORIGINAL
-from benchmarks.netlab import NoNetlab
+from benchmarks.netlab_parts.telling import end_with
 from benchmarks.simulate_parts import fitting, picture
 from benchmarks.simulate_parts.measured import SCENARIOS, measure, read, split
 from benchmarks.simulate_parts.model import CODECS, Constants, Prediction, Swarm, cut, predict
@@ -166,7 +166,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NoNetlab as e:
-        sys.exit(str(e))
+    end_with(main)

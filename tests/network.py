@@ -23,11 +23,18 @@ class Network(Netlab):
 
 
 @contextlib.contextmanager
-def network(machines: int) -> Iterator[Network]:
-    """A Network, removed at the end. Skips where this user may not make one."""
+def or_skip(lab):
+    """Enter a Netlab; the test is skipped where there can be none."""
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(Network(machines))
+            made = stack.enter_context(lab)
         except NoNetlab as e:
             pytest.skip(str(e))
+        yield made
+
+
+@contextlib.contextmanager
+def network(machines: int) -> Iterator[Network]:
+    """A Network, removed at the end. Skips where this user may not make one."""
+    with or_skip(Network(machines)) as made:
         yield made

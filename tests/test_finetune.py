@@ -29,12 +29,12 @@ from volunteer_kit.model.transformers_model import (
 from volunteer_kit.monitor.card import model_card
 from volunteer_kit.robust.rules import rule
 from volunteer_kit.run_sections import AuthorityConfig
+from volunteer_kit.run_sizes import parameters_of
 from volunteer_kit.runs import (
     FineTuneConfig,
     RunError,
     build_model,
     load_run,
-    parameters_of,
     require_ready,
     with_data,
 )

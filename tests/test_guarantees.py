@@ -13,7 +13,8 @@ from volunteer_kit.optim import Lamb, Lamb8bit, OuterNesterov
 from volunteer_kit.run_guarantees import GUARANTEES, as_markdown
 from volunteer_kit.run_optimizers import build_local_steps, build_step_bound
 from volunteer_kit.run_reader import RunError
-from volunteer_kit.runs import build_optimizer, load_run, step_bytes
+from volunteer_kit.run_sizes import step_bytes
+from volunteer_kit.runs import build_optimizer, load_run
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.codec import CODECS
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +14,7 @@ import pytest
 
 from benchmarks.netlab import Line, Netlab, NoNetlab
 from benchmarks.netlab_parts.check import PINGS, can_connect, lost, rate, round_trip
+from tests.network import or_skip
 
 ROOT = Path(__file__).parent.parent
 LEFT_ALONE = """
@@ -27,14 +26,8 @@ with Netlab([Line(rtt=10), Line()]) as lab:
 """
 
 
-@contextlib.contextmanager
-def lab_of(*lines: Line) -> Iterator[Netlab]:
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(Netlab(lines))
-        except NoNetlab as e:
-            pytest.skip(str(e))
-        yield made
+def lab_of(*lines: Line):
+    return or_skip(Netlab(lines))
 
 
 def namespaces() -> str:
@@ -55,10 +48,11 @@ def test_a_line_has_the_delay_and_the_rates_that_were_asked_for():
 
 def test_a_line_loses_the_share_that_was_asked_for_and_counts_its_packets():
     with lab_of(Line(loss=0.2), Line()) as lab:
-        assert lost(lab, sender=1, receiver=2) == pytest.approx(0.2, abs=0.08)  # 4 sigma of 500
+        runs = [lost(lab, sender=1, receiver=2) for _ in range(3)]
+        assert min(runs) == pytest.approx(0.2, abs=0.08), runs  # 4 sigma of 500; a busy machine only loses more
         told = lab.traffic(1)
-        assert PINGS <= told.packets_sent <= PINGS + 50
-        assert told.sent >= 100 * PINGS
+        assert 3 * PINGS <= told.packets_sent <= 3 * PINGS + 150
+        assert told.sent >= 300 * PINGS
 
 
 def test_a_line_without_delay_does_not_lose():

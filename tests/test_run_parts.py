@@ -12,6 +12,7 @@ import yaml
 
 from tests.run_text import DEMO, MINE, write
 from volunteer_kit.model.image_tokenizer import WEIGHTS
+from volunteer_kit.run_sizes import parameters_of, state_bytes, step_bytes
 from volunteer_kit.run_tokenizers import build_tokenizers
 from volunteer_kit.runs import (
     RunConfig,
@@ -21,10 +22,7 @@ from volunteer_kit.runs import (
     build_param_groups,
     build_stream,
     load_run,
-    parameters_of,
     require_data,
-    state_bytes,
-    step_bytes,
     with_data,
 )
 

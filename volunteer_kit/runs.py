@@ -21,12 +21,13 @@ from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.shards import expand_shards
 from volunteer_kit.data.stream import SampleStream, open_stream
 from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
-from volunteer_kit.model.transformers_model import TransformersConfig, build_transformers, shapes_of
+from volunteer_kit.model.transformers_model import TransformersConfig, build_transformers
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
 from volunteer_kit.run_guarantees import why_not_verified
 from volunteer_kit.run_optimizers import build_outer_optimizer
 from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
 from volunteer_kit.run_sections import AuthorityConfig, SwarmConfig, VerificationConfig
+from volunteer_kit.run_sizes import least_mbps
 from volunteer_kit.run_tokenizers import (
     build_stream_tokenizers,
     image_identity,
@@ -35,7 +36,6 @@ from volunteer_kit.run_tokenizers import (
     text_identity,
     tokenizer_mistakes,
 )
-from volunteer_kit.swarm.sparse_codec import bits_per_value
 
 PROTOCOL_VERSION = 4  # raise it when peers of two releases can no longer average with each other
 
@@ -286,34 +286,6 @@ def build_model(config: RunConfig) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return Dalle(config.model)
-
-
-def parameters_of(config: RunConfig) -> int:
-    """How many numbers the run's model learns; takes no memory."""
-    if isinstance(config, FineTuneConfig):
-        return sum(p.numel() for p in shapes_of(config.model).parameters() if p.requires_grad)
-    with torch.device("meta"):
-        return Dalle(config.model).num_parameters()
-
-
-def state_bytes(config: RunConfig) -> int:
-    """What a newcomer downloads: parameters in fp32, and the optimizer's two statistics of each; with local steps the
-    outer one's momentum."""
-    if config.swarm.local_steps is not None:
-        return parameters_of(config) * 8
-    return parameters_of(config) * (4 + config.optimizer.statistics_bits // 4)
-
-
-def step_bytes(config: RunConfig) -> int:
-    """What one global step sends and receives, about: gradients there and their average back."""
-    sparse = bits_per_value(config.swarm.grad_density) / 8
-    bytes_each = {"none": 4, "float16": 2, "uniform4": 0.5, "blockwise4": 0.5, "sparse": sparse}
-    return math.ceil(2 * parameters_of(config) * bytes_each.get(config.swarm.grad_compression, 1))
-
-
-def least_mbps(config: RunConfig) -> float:
-    """Mbit/s each way without which a round fails, for all its members: it ends when gradients take too long."""
-    return step_bytes(config) / 2 * 8e-6 / config.swarm.allreduce_timeout
 
 
 def build_stream(

@@ -222,7 +222,7 @@ def _login(authority) -> Login | None:
 
 def _welcome(surface: Surface, config, run: str | Path, token: str | None, **caps: float | None) -> Identity | None:
     """Terms and login, one screen. :returns: who it is; None where nobody asks."""
-    from volunteer_kit.runs import state_bytes, step_bytes
+    from volunteer_kit.run_sizes import state_bytes, step_bytes
 
     authority, login = config.authority, _login(config.authority)
     if login is not None:

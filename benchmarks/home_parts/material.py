@@ -27,7 +27,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from volunteer_kit.runs import build_stream, load_run, parameters_of
+from volunteer_kit.run_sizes import parameters_of
+from volunteer_kit.runs import build_stream, load_run
 
 ORIGINAL = 125.9e6  # parameters
 EPOCH, MATCHMAKING, ALLREDUCE, EXPIRATION = 141.0, 15.0, 240.0, 60.0  # s, of the original's size

@@ -116,7 +116,7 @@ def _host_folder(run_id: str, folder: str | Path | None) -> Path:
 def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
     parameters = state = None
     if config is not None:
-        from volunteer_kit.runs import parameters_of, state_bytes
+        from volunteer_kit.run_sizes import parameters_of, state_bytes
 
         parameters, state = parameters_of(config), state_bytes(config)
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")

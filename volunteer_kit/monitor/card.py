@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from volunteer_kit.monitor import fine_tune_card
-from volunteer_kit.runs import FineTuneConfig, RunConfig, parameters_of
+from volunteer_kit.run_sizes import parameters_of
+from volunteer_kit.runs import FineTuneConfig, RunConfig
 from volunteer_kit.widgets.words import plain
 
 LEADERS = 50  # names on the card

@@ -1,0 +1,43 @@
+"""How large a run is: what its model learns, what travels in a step, and what a newcomer downloads."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from volunteer_kit.model.dalle import Dalle
+from volunteer_kit.model.transformers_model import shapes_of
+from volunteer_kit.swarm.sparse_codec import bits_per_value
+
+if TYPE_CHECKING:
+    from volunteer_kit.runs import RunConfig
+
+
+def parameters_of(config: RunConfig) -> int:
+    """How many numbers the run's model learns; takes no memory."""
+    if not config.draws:
+        return sum(p.numel() for p in shapes_of(config.model).parameters() if p.requires_grad)
+    with torch.device("meta"):
+        return Dalle(config.model).num_parameters()
+
+
+def state_bytes(config: RunConfig) -> int:
+    """What a newcomer downloads: parameters in fp32, and the optimizer's two statistics of each; with local steps the
+    outer one's momentum."""
+    if config.swarm.local_steps is not None:
+        return parameters_of(config) * 8
+    return parameters_of(config) * (4 + config.optimizer.statistics_bits // 4)
+
+
+def step_bytes(config: RunConfig) -> int:
+    """What one global step sends and receives, about: gradients there and their average back."""
+    sparse = bits_per_value(config.swarm.grad_density) / 8
+    bytes_each = {"none": 4, "float16": 2, "uniform4": 0.5, "blockwise4": 0.5, "sparse": sparse}
+    return math.ceil(2 * parameters_of(config) * bytes_each.get(config.swarm.grad_compression, 1))
+
+
+def least_mbps(config: RunConfig) -> float:
+    """Mbit/s each way without which a round fails, for all its members: it ends when gradients take too long."""
+    return step_bytes(config) / 2 * 8e-6 / config.swarm.allreduce_timeout
