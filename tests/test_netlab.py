@@ -51,8 +51,9 @@ def test_a_line_loses_the_share_that_was_asked_for_and_counts_its_packets():
         runs = [lost(lab, sender=1, receiver=2) for _ in range(3)]
         assert min(runs) == pytest.approx(0.2, abs=0.08), runs  # 4 sigma of 500; a busy machine only loses more
         told = lab.traffic(1)
-        assert 3 * PINGS <= told.packets_sent <= 3 * PINGS + 150
-        assert told.sent >= 300 * PINGS
+        # where the question for a neighbour's address is lost, the kernel drops what waits for it before the line
+        assert PINGS <= told.packets_sent <= 3 * PINGS + 150
+        assert told.sent >= 100 * PINGS
 
 
 def test_a_line_without_delay_does_not_lose():
