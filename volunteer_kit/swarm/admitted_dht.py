@@ -20,6 +20,7 @@ from hivemind.utils import get_dht_time
 
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.identity import is_peer_id, peer_id_of_owner
+from volunteer_kit.swarm.thrifty_dht import TimedDHTProtocol, TimedStub
 
 MAX_KEYS = 512  # in one call; ours have one to a few dozen
 MAX_VALUE = 2**14  # bytes; ours are under 4 KB
@@ -31,14 +32,14 @@ LONGEST = 2 * 24 * 3600.0  # s that a value may be kept; leases are remembered f
 UNSIGNED = 600.0
 
 
-class AdmittedDHTProtocol(DHTProtocol):
+class AdmittedDHTProtocol(TimedDHTProtocol):
     """hivemind's protocol with the run's admission. The class is set up in the DHT's own process, for the one node
     that lives there."""
 
     admission = Admission()
 
     def get_stub(self, peer: PeerID) -> ShowingStub:
-        return ShowingStub(DHTProtocol.get_stub(self, peer)._stub, peer, self)
+        return ShowingStub(TimedStub(DHTProtocol.get_stub(self, peer)._stub, self._patience), peer, self)
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         self._admit(request, context, "ping")
@@ -160,7 +161,7 @@ class AdmittedDHTProtocol(DHTProtocol):
 class ShowingStub:
     """A stub whose calls show our token, and whose answers count if they come with one."""
 
-    def __init__(self, stub: StubBase, peer: PeerID, protocol: AdmittedDHTProtocol):
+    def __init__(self, stub: StubBase | TimedStub, peer: PeerID, protocol: AdmittedDHTProtocol):
         self._stub, self._peer, self._protocol, self._admission = stub, peer, protocol, protocol.admission
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, timeout: float | None = None) -> dht_pb2.PingResponse:

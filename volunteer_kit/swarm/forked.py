@@ -21,6 +21,7 @@ import torch
 
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol
+from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode, TimedDHTProtocol
 
 LARGE = 2**20  # bytes
 _inherited: list[torch.Tensor] = []  # in a fork: what its parent had
@@ -129,7 +130,7 @@ class LeanDHT(hivemind.DHT):
 
     def __init__(self, *args, admission: Admission, **kwargs):
         self.admission = admission
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{**OPTIONS, **kwargs})
 
     def run(self) -> None:
         end_with_parent()
@@ -140,9 +141,10 @@ class LeanDHT(hivemind.DHT):
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, start_new_session=True
         )
-        if not self.admission.is_open:
-            AdmittedDHTProtocol.admission = self.admission
-            hivemind.dht.node.DHTProtocol = AdmittedDHTProtocol  # in this process, which is the node's alone
+        AdmittedDHTProtocol.admission = self.admission
+        # in this process, which is the node's alone
+        hivemind.dht.node.DHTProtocol = TimedDHTProtocol if self.admission.is_open else AdmittedDHTProtocol
+        hivemind.dht.dht.DHTNode = ThriftyDHTNode
         super().run()
 
     async def _leave_unanswered(self) -> None:

@@ -28,6 +28,9 @@ from volunteer_kit.swarm.records import MAX_EPOCH, read_record
 PACE = 0.8  # of the median of the last epochs' durations
 DURATIONS = 9  # epochs that it is the median of
 LATE = 5.0  # s without a word; clocks may differ by 3
+# of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
+# speed in between; a look fetches a kilobyte of each peer from several
+SAID_SHARE, LOOKED_SHARE, LONGEST_PERIOD = 1 / 20, 1 / 30, 2.0
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,11 @@ class SwarmProgressTracker(ProgressTracker):
     a few accounts say has begun, when nearly as much time has passed as the last ones took.
 
     hivemind signs and stores a record after every microbatch, 20 a second on a small model; here one a
-    `report_period`, and at once when the epoch changes. Between two the others extrapolate by speed.
+    `report_period`, and at once when the epoch changes. Between two the others extrapolate by speed. Where epochs are
+    long there are fewer records, and fewer looks at them.
 
     :param limits: bounds of one peer's claims
-    :param report_period: s
+    :param report_period: s, at least
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.speed_limit: Callable[[PeerID, float], float | None] = lambda peer, seconds: None
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
+        self._least_periods = report_period, self.min_refresh_period
         if start:
             self.start()
 
@@ -221,7 +226,14 @@ class SwarmProgressTracker(ProgressTracker):
         follows = self.local_progress.epoch == epoch + 1
         if follows and self._saw_it_begin:
             self._durations.append(time.monotonic() - since)
+            self._keep_pace(median(self._durations))
         self._own_epoch, self._saw_it_begin = (self.local_progress.epoch, time.monotonic()), follows
+
+    def _keep_pace(self, epoch_seconds: float) -> None:
+        say, look = self._least_periods
+        self.should_report_progress.period = max(say, min(LONGEST_PERIOD, SAID_SHARE * epoch_seconds))
+        self.min_refresh_period = max(look, min(LONGEST_PERIOD, LOOKED_SHARE * epoch_seconds))
+        self.max_refresh_period = max(self.max_refresh_period, self.min_refresh_period)
 
     def _as_believed(self, claim: LocalTrainingProgress, epoch: int, now: float) -> LocalTrainingProgress:
         """Another's claim with as many samples, and as much speed, as is believed. One that is ahead of the swarm's

@@ -1,0 +1,139 @@
+"""The DHT's node at home: what it may send for each word that is said, and how long it waits for who does not answer.
+
+hivemind looks for the nodes nearest to a key before each store, asks twenty of them, and each answers with all that
+stands under the key: a progress record of a kilobyte cost 57 kB with eight peers, several times a second, more than a
+line of 1 Mbit/s carries. Which nodes are nearest changes when peers come and go, and is remembered meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+
+from volunteer_kit.swarm.deadlines import Deadline
+
+REMEMBERED = 30.0  # s that the nodes nearest to a key are taken for the nearest; a new one is told what it should know
+MAX_REMEMBERED = 1024  # keys
+# nodes that are asked what stands under a key: the replicas, and one that may know of nearer ones. Of hivemind's twenty
+# the others have nothing
+ASKED = 6
+LEAST_SECONDS = 2.0  # for an answer, however fast they usually are; a line that is full with a round needs as much
+# the cache serves who is content with old words; all of ours ask for the latest, and each store to a cached key would
+# fetch all that stands there
+OPTIONS = {"cache_locally": False, "cache_on_store": False, "cache_nearest": 0, "cache_refresh_before_expiry": 0}
+
+Found = Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]]
+
+
+class ThriftyDHTNode(DHTNode):
+    """hivemind's node, which remembers who is nearest to a key. Who has not answered lately is not among them."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._nearest: dict[DHTID, tuple[float, dict[DHTID, PeerID]]] = {}  # until when, and who
+
+    async def find_nearest_nodes(
+        self,
+        queries: Collection[DHTID],
+        k_nearest: int | None = None,
+        beam_size: int | None = None,
+        num_workers: int | None = None,
+        node_to_peer_id: dict[DHTID, PeerID] | None = None,
+        exclude_self: bool = False,
+        found_callback: Found | None = None,
+        **kwargs: Any,
+    ) -> dict[DHTID, dict[DHTID, PeerID]]:
+        """hivemind's, for a store (which has a `found_callback`) without looking where it has just been found."""
+        options = {"k_nearest": k_nearest, "beam_size": beam_size, "num_workers": num_workers, **kwargs}
+        if found_callback is None or node_to_peer_id is None:
+            return await super().find_nearest_nodes(
+                queries, node_to_peer_id=node_to_peer_id, exclude_self=exclude_self, **options
+            )
+        known, unknown, again = self._nearest, [], []
+
+        async def note(query: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
+            while len(known) >= MAX_REMEMBERED:
+                del known[next(iter(known))]
+            known[query] = (time.monotonic() + REMEMBERED, {node: node_to_peer_id[node] for node in nearest})
+            await found_callback(query, nearest, visited)
+
+        for query in queries:
+            until, nodes = known.get(query, (0.0, {}))
+            alive = self._filter_blacklisted(nodes)
+            if time.monotonic() > until or len(alive) < min(len(nodes), self.num_replicas) or not alive:
+                known.pop(query, None)
+                unknown.append(query)
+            else:
+                node_to_peer_id.update(alive)
+                again.append(found_callback(query, list(alive), set(alive)))
+        looked, *_ = await asyncio.gather(
+            super().find_nearest_nodes(
+                unknown, node_to_peer_id=node_to_peer_id, exclude_self=exclude_self, found_callback=note, **options
+            ),
+            *again,
+        )
+        return looked
+
+    async def get_many_by_id(
+        self,
+        key_ids: Collection[DHTID],
+        sufficient_expiration_time: float | None = None,
+        num_workers: int | None = None,
+        beam_size: int | None = ASKED,
+        **kwargs: Any,
+    ) -> dict[DHTID, Any]:
+        return await super().get_many_by_id(key_ids, sufficient_expiration_time, num_workers, beam_size, **kwargs)
+
+
+class TimedDHTProtocol(DHTProtocol):
+    """hivemind's protocol, whose calls wait as long as calls usually take, and some more.
+
+    A laptop that was closed answers nothing, and is asked by everybody until its records are over: with five seconds
+    for each call, all matchmaking around it took ten. Its own `wait_timeout` is the longest that anything is awaited.
+    """
+
+    _patience: Deadline | None = None
+    _most = 5.0  # s
+
+    @property
+    def wait_timeout(self) -> float:
+        return self._most if self._patience is None else self._patience.seconds
+
+    @wait_timeout.setter
+    def wait_timeout(self, seconds: float) -> None:
+        self._most, self._patience = seconds, Deadline(seconds, floor=min(seconds, LEAST_SECONDS))
+
+    def get_stub(self, peer: PeerID) -> Any:
+        return TimedStub(super().get_stub(peer), self._patience)
+
+
+class TimedStub:
+    """A stub that notes how long answers take. One peer that is gone does not make the others be waited for longer:
+    each answer takes back what a call in vain has added."""
+
+    def __init__(self, stub: Any, patience: Deadline | None):
+        self._stub, self._patience = stub, patience
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._stub, name)
+
+        async def timed(request: Any, timeout: float | None = None) -> Any:
+            began = time.monotonic()
+            try:
+                answer = await call(request, timeout=timeout)
+            except asyncio.TimeoutError:
+                if self._patience is not None:
+                    self._patience.failed()
+                raise
+            if self._patience is not None:
+                self._patience.succeeded(time.monotonic() - began)
+            return answer
+
+        return timed
