@@ -12,8 +12,10 @@ from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
 from volunteer_kit.robust.mean import weighted_mean
+from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
+from volunteer_kit.swarm.lost_answers import AnswersKept
 
 SIZES = [(3, 7), (50,), (1,), (40, 40)]
 
@@ -44,6 +46,14 @@ class Stub:
     async def rpc_aggregate_part(self, requests):
         context = P2PContext("test", self.runner.peer_id, self.caller.peer_id)
         return pumped(self.runner.rpc_aggregate_part(pumped(requests), context))
+
+    async def rpc_show_answer(self, request):
+        if not getattr(self.runner, "shows_answers", True):
+            raise ConnectionError("gone")
+        server = AnswersKept()
+        server.traffic, server.doorkeeper = self.runner.traffic, Admission()
+        server._kept_answers = {self.runner.group_id: self.runner.answers}
+        return await server.rpc_show_answer(request, P2PContext("test", self.runner.peer_id, self.caller.peer_id))
 
 
 def pumped(messages):

@@ -81,6 +81,7 @@ class Liar(SwarmAllReduce):
     """Answers senders with what `self.lie` makes of the true answer."""
 
     lie: Callable
+    shows_answers = False
 
     async def rpc_aggregate_part(self, stream, context):
         async for message in super().rpc_aggregate_part(stream, context):

@@ -23,7 +23,8 @@ from volunteer_kit.swarm.roster import MAX_TOKEN, Known, Roster
 
 CALLS = (
     "ping", "store", "find",  # of the DHT
-    "introduce", "join_group", "aggregate_part", "download_state", "get_chunk", "tell", "show_part",  # of the averagers
+    "introduce", "join_group", "aggregate_part", "download_state", "get_chunk", "tell", "show_part",
+    "show_answer",  # of the averagers
     "group",  # a member that a leader names
     "outgoing",  # ours to a leader, reducer, donor or DHT node
     "record",  # what somebody has written into the DHT

@@ -17,18 +17,27 @@ from types import MappingProxyType
 from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
 import torch
-from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
 from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.compression import CompressionBase
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
 from volunteer_kit.robust.bounds import NORM_BOUND
 from volunteer_kit.swarm.failures import PEER_LOST, TIMEOUT, TIMEOUTS, cause_of_loss
-from volunteer_kit.swarm.held_parts import HeldPartReducer, Reduce, RefusedPart, read_values, reason_to_refuse, size_of
+from volunteer_kit.swarm.held_parts import (
+    HeldPartReducer,
+    Reduce,
+    RefusedPart,
+    check_average,
+    read_values,
+    reason_to_refuse,
+    size_of,
+)
 from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.line_speed import Answers
+from volunteer_kit.swarm.lost_answers import MARGIN, NO_TIMEOUT, RECOVERY, Asking, GivenAnswers, fetch
 from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
 from volunteer_kit.swarm.traffic import Traffic
 
@@ -52,6 +61,8 @@ class SwarmAllReduce(AllReduceRunner):
     :param round_timeout: s after which the round is given up; who is slower than that costs its own samples, or its
         slice, and not the round. None: there is no such time
     """
+
+    fetches_lost_answers = True
 
     def __init__(
         self,
@@ -77,7 +88,7 @@ class SwarmAllReduce(AllReduceRunner):
         self.too_slow: set[PeerID] = set()  # senders left out for it
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
-        self.failed_reducers: list[PeerID] = []
+        self.failed_reducers: list[PeerID] = []  # that have not answered us all that they should
         self._losses: dict[PeerID, str] = {}  # members that stayed silent or are gone; the first cause
         self.otherwise: set[PeerID] = set()  # members that were told another group than we were
         self.bytes_sent = self.bytes_received = 0
@@ -95,7 +106,9 @@ class SwarmAllReduce(AllReduceRunner):
         sizes = [[part.numel() for part, _ in parts] for parts in container._input_parts_by_peer]
         firsts = accumulate(map(sum, sizes), initial=0)
         self._places = [list(accumulate(parts, initial=first)) for first, parts in zip(firsts, sizes, strict=False)]
-        self.lost_places: list[range] = []  # in the vector of all values: of which no answer came
+        self.answers = GivenAnswers(self.ordered_peer_ids, index, self.recovery_seconds)
+        self.lost_places: list[range] = []  # in the vector of all values: what we sent of them has not entered
+        self.missing: list[PeerID] = []  # reducers of which nobody had all answers
 
     @property
     def received(self) -> float:
@@ -178,23 +191,67 @@ class SwarmAllReduce(AllReduceRunner):
                 await self._ban_sender(sender)
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
-        if peer_id == self.peer_id:
-            await self._reduce_own_parts()
-            return
         peer_index = self.ordered_peer_ids.index(peer_id)
         try:
+            if peer_id == self.peer_id:
+                await self._reduce_own_parts()
+                return
             await asyncio.wait_for(self._exchange_with(peer_id, peer_index), self._seconds_until(ALL_ANSWERED))
         except BaseException as e:
+            if peer_id == self.peer_id:
+                raise
             if isinstance(e, ToldOtherwise):
                 await self.told_otherwise(peer_id)
             self.failed_reducers.append(peer_id)
             if cause := cause_of_loss(e):
                 self._losses.setdefault(peer_id, cause)
-            container, places = self.tensor_part_container, self._places[peer_index]
-            self.lost_places.append(range(places[container._outputs_registered_by_peer[peer_index]], places[-1]))
+            self.answers.end(peer_index)
+            answered = entered = self.tensor_part_container._outputs_registered_by_peer[peer_index]
+            if isinstance(e, Exception) and not isinstance(e, ToldOtherwise) and self.fetches_lost_answers:
+                entered = max(answered, await self._fetch_from_others(peer_index))
+            places, container = self._places[peer_index], self.tensor_part_container
+            self.lost_places.append(range(places[min(entered, len(places) - 1)], places[-1]))
             if not container.finished.is_set():
+                if container._outputs_registered_by_peer[peer_index] < container.num_parts_by_peer[peer_index]:
+                    self.missing.append(peer_id)
                 container.register_failed_reducer(peer_index)
             raise
+        finally:
+            if peer_id == self.peer_id:
+                self.answers.entered = self.tensor_part_reducer.parts_given(self.sender_peer_ids)
+            self.answers.end(peer_index)
+
+    @property
+    def recovery_seconds(self) -> float:
+        """That may be taken for answers that did not come, beyond the round's time."""
+        return NO_TIMEOUT if self._round_timeout is None else RECOVERY * self._round_timeout
+
+    async def _fetch_from_others(self, reducer: int) -> int:
+        """Of one reducer's answers those that others have. :returns: parts of ours that it says have entered."""
+        container, gone = self.tensor_part_container, self._losses.get(self.ordered_peer_ids[reducer])
+        members = zip(self.ordered_peer_ids, self.modes, strict=True)
+        asked = {peer for peer, mode in members if mode == AveragingMode.NODE} - {self.peer_id} - self.otherwise
+        if gone == TIMEOUT:
+            asked.discard(self.ordered_peer_ids[reducer])
+        shapes = [part.shape for part, _ in container._input_parts_by_peer[reducer]]
+        have, left = container._outputs_registered_by_peer[reducer], self._seconds_until(1 + RECOVERY - MARGIN)
+        asking = Asking(self.group_id, reducer, {peer: self._get_peer_stub(peer) for peer in asked})
+
+        async def take(message: runtime_pb2.Tensor) -> None:
+            nonlocal have
+            self.bytes_received += len(message.buffer)
+            await self.traffic.receive(len(message.buffer))
+            average = await asyncio.to_thread(read_values, message)
+            check_average(average, shapes[have], self.ordered_peer_ids[reducer])
+            if not container.finished.is_set():
+                container.register_processed_part(reducer, have, average)
+                self.answers.note(reducer, message)
+                have += 1
+
+        with contextlib.suppress(Exception):  # what cannot be had, or read, is lost
+            seconds = self.recovery_seconds if left is None else min(left, self.recovery_seconds)
+            await fetch(asking, have, len(shapes), seconds, take)
+        return asking.entered or 0
 
     async def _exchange_with(self, peer_id: PeerID, peer_index: int) -> None:
         done_sending = asyncio.Event()
@@ -216,35 +273,36 @@ class SwarmAllReduce(AllReduceRunner):
             if reason:
                 self.refused[self.peer_id] = reason
                 await self._ban_sender(self.peer_id)
-                average, _ = await asyncio.shield(self.tensor_part_reducer._answers[part_index])
+                average, answer = await asyncio.shield(self.tensor_part_reducer._answers[part_index])
             elif self.peer_id in self.banned_senders:
-                average, _ = await asyncio.shield(self.tensor_part_reducer._answers[part_index])
+                average, answer = await asyncio.shield(self.tensor_part_reducer._answers[part_index])
             else:
                 counted = None if self.peer_id in self.out_of_step else part
-                average, _ = await self.tensor_part_reducer.accumulate_part(sender, part_index, counted, self.weight)
+                average, answer = await self.tensor_part_reducer.accumulate_part(
+                    sender, part_index, counted, self.weight
+                )
+            self.answers.note(peer_index, answer)
             self.tensor_part_container.register_processed_part(peer_index, part_index, average)
 
     async def _receive_averages(self, peer_id: PeerID, peer_index: int, stream: AsyncIterator) -> None:
         shapes = [part.shape for part, _ in self.tensor_part_container._input_parts_by_peer[peer_index]]
         part_index = 0
 
-        def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
+        def decode(message: averaging_pb2.AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor]:
             if message.code == OTHER_GROUP:
                 raise ToldOtherwise(f"{peer_id} was told another group")
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
             self.bytes_received += size_of(message)
-            return read_values(message.tensor_part)
+            return read_values(message.tensor_part), message.tensor_part
 
-        async for average in amap_in_executor(
+        async for average, answer in amap_in_executor(
             decode,
             self.traffic.received(aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout), size_of),
             max_prefetch=self.tensor_part_container.prefetch,
         ):
-            if average.shape != shapes[part_index]:
-                raise AllreduceException(f"{peer_id} answered with parts that nobody sent")
-            if not average.is_floating_point() or not torch.isfinite(average).all():
-                raise AllreduceException(f"{peer_id} answered with values that are not finite")
+            check_average(average, shapes[part_index], peer_id)
+            self.answers.note(peer_index, answer)
             self.tensor_part_container.register_processed_part(peer_index, part_index, average)
             part_index += 1
         if part_index != len(shapes):

@@ -30,6 +30,7 @@ from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.left_over import RoundsShare
+from volunteer_kit.swarm.lost_answers import RECOVERY, AnswersKept
 from volunteer_kit.swarm.pace import Pace
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE, SharedWords
@@ -51,7 +52,7 @@ from volunteer_kit.swarm.traffic import Traffic
 logger = get_logger(__name__)
 
 
-class SwarmAverager(SharedWords, AdmittedAverager):
+class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
     """An averager for admitted peers with checked parts, a rule of choice and equal answers.
 
     :param reduce: the reduction rule, parts and weights -> one part
@@ -74,11 +75,13 @@ class SwarmAverager(SharedWords, AdmittedAverager):
         self.traffic = traffic or Traffic()
         self._reduce, self._max_weight = reduce, max_weight
         self._share_words()
+        self._begin_to_keep()
         self._remarks: dict[str, str] = {}  # of the step under way
         self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
         self._split_groups: deque[bytes] = deque(maxlen=16)  # likewise
         super().__init__(*args, start=False, **kwargs)
-        self._exchange_timeout = self._allreduce_timeout  # of the exchange alone; to that the verification adds its own
+        self._exchange_timeout = self._allreduce_timeout  # of the exchange alone
+        self._beside_exchange = 0.0  # s; the verification's
         self._outer_pipe = Outbox(self._outer_pipe)
         # DecentralizedAverager's default of 3 s would be longer than a quick swarm's whole matchmaking: deadlocks
         patience = self.matchmaking_kwargs["min_matchmaking_time"]
@@ -170,9 +173,8 @@ class SwarmAverager(SharedWords, AdmittedAverager):
     @contextlib.contextmanager
     def _register_allreduce_group(self, group_info: GroupInfo):
         if self._exchange_timeout is not None:  # hivemind reads _allreduce_timeout next
-            beside = self._allreduce_timeout - self._exchange_timeout
             self._exchange_timeout = self.pace.exchange_seconds(group_info)
-            self._allreduce_timeout = self._exchange_timeout + beside
+            self._allreduce_timeout = (1 + RECOVERY) * self._exchange_timeout + self._beside_exchange
         with super()._register_allreduce_group(as_exchanged(group_info)):
             try:
                 yield
@@ -284,6 +286,7 @@ class SwarmAverager(SharedWords, AdmittedAverager):
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)
+        self._keep_answers(group_id, runner.answers, self._allreduce_timeout)
         averages = await self._averages_of(runner)
         if share is not None:
             share.settle(runner.lost_places, sum(runner.weights.values()), self.peer_id not in runner.refused)
@@ -294,7 +297,7 @@ class SwarmAverager(SharedWords, AdmittedAverager):
         outcome.received = runner.received
         outcome.refused = {str(peer): why for peer, why in runner.refused.items()}
         outcome.remarks |= {str(peer): why for peer, why in runner.remarks.items()}
-        outcome.failed_reducers = tuple(map(str, runner.failed_reducers))
+        outcome.failed_reducers = tuple(map(str, runner.missing))
         outcome.lost = {str(peer): cause for peer, cause in runner.lost.items()}
         outcome.weights = runner.weights
         outcome.bytes_sent, outcome.bytes_received = runner.bytes_sent, runner.bytes_received

@@ -61,6 +61,14 @@ def reason_to_refuse(
     return None
 
 
+def check_average(average: torch.Tensor, shape: torch.Size, reducer: object) -> None:
+    """Raises AllreduceException for what cannot be the answer to a part of this shape."""
+    if average.shape != shape:
+        raise AllreduceException(f"{reducer} answered with parts that nobody sent")
+    if not average.is_floating_point() or not torch.isfinite(average).all():
+        raise AllreduceException(f"{reducer} answered with values that are not finite")
+
+
 class HeldPartReducer:
     """Collects one slice from all senders, part by part, and reduces each part once everybody's is in or given up.
 
@@ -129,6 +137,10 @@ class HeldPartReducer:
         await asyncio.wait({answer}, timeout=patience())
         late = (s for s in range(self.num_senders) if s not in self._failed and self._next_part[s] <= part_index)
         return [] if answer.done() else list(late)
+
+    def parts_given(self, senders: Sequence[object]) -> dict:
+        """Of each of these how many parts count, from the first on."""
+        return {senders[place]: parts for place, (parts, *_) in self._given.items()}
 
     @property
     def weights(self) -> dict[int, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from hivemind.compression import CompressionBase, NoCompression
 
 from volunteer_kit.robust.standing import Settings
+from volunteer_kit.swarm.lost_answers import RECOVERY
 
 # of a verified round beside the exchange itself, and how much of allreduce_timeout each may take
 STAGES, STAGE_SHARE = 3, 0.5
@@ -82,7 +83,9 @@ class SwarmOptions:
             "run_id": self.run_key,
             "target_batch_size": self.target_batch_size,
             "matchmaking_time": self.matchmaking_time,
-            "averaging_timeout": self.averaging_timeout + self.seconds_of_verification,
+            "averaging_timeout": self.averaging_timeout
+            + RECOVERY * self.allreduce_timeout
+            + self.seconds_of_verification,
             "allreduce_timeout": self.allreduce_timeout,
             "next_chunk_timeout": self.next_chunk_timeout,
             "load_state_timeout": self.load_state_timeout,

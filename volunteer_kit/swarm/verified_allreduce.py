@@ -54,6 +54,8 @@ class EncodedParts:
 class VerifiedAllReduce(SwarmAllReduce):
     """:param encoded: ours; :param commits: what members have promised, by peer"""
 
+    fetches_lost_answers = False  # it is the reducer that answers for them
+
     def __init__(self, *, encoded: EncodedParts, commits: Mapping[PeerID, Commit], **kwargs):
         super().__init__(**kwargs)
         self._encoded, self._commits = encoded, commits
@@ -88,10 +90,7 @@ class VerifiedAllReduce(SwarmAllReduce):
 
     def counted(self, peer: PeerID) -> int:
         """Of our own parts, how many this sender's enter, from the first on."""
-        if peer not in self.sender_peer_ids:
-            return 0
-        parts, *_ = self.tensor_part_reducer._given.get(self.sender_peer_ids.index(peer), (0, 0.0, False))
-        return parts
+        return self.tensor_part_reducer.parts_given(self.sender_peer_ids).get(peer, 0)
 
     async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
         first = self.first_part(peer_index)

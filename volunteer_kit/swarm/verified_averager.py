@@ -53,7 +53,7 @@ class VerifiedAverager(SwarmAverager):
         super().__init__(*args, start=False, **kwargs)
         self._patience = STAGE_SHARE * (self._allreduce_timeout or NO_TIMEOUT)  # s, for one stage
         if verification is not None and self._allreduce_timeout is not None:
-            self._allreduce_timeout += STAGES * self._patience
+            self._beside_exchange = STAGES * self._patience
         if start:
             self.run_in_background(await_ready=True)
 

@@ -1,0 +1,176 @@
+"""Answers that did not come to us, fetched from members to whom they did.
+
+A reducer that dies in the middle of a round, or gives up on one member, has answered some and not others. Those take
+different steps, and whoever is apart downloads a state, over the same lines that were too slow already: one late part
+cost a swarm at 20/10 Mbit/s the next six rounds. But a reducer's answers are the same bytes for everybody, so each
+member has them to give; and what none of them has, all go without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+
+RECOVERY = 0.5  # of an exchange's time, that more may be taken for it
+ASKING = 0.5  # of that, in which others tell how many they have; they may still be waiting themselves
+MARGIN = 0.05  # of it, before the round would be given up
+AT_ONCE = 4  # parts on their way
+NO_TIMEOUT = 10.0  # s; of rounds that may take as long as they like
+
+
+Take = Callable[[runtime_pb2.Tensor], Awaitable[None]]
+
+
+class GivenAnswers:
+    """What each reducer of one round has answered, as it came.
+
+    :param members: of the group, ourselves among them
+    :param own: our place
+    :param patience: s that others may let us wait for the end of our own exchange
+    """
+
+    def __init__(self, members: Sequence[PeerID], own: int, patience: float):
+        self.members, self.own, self.patience = tuple(members), own, patience
+        self.entered: dict[PeerID, int] = {}  # of each sender, parts that our slice's averages contain
+        self._parts: list[list[runtime_pb2.Tensor]] = [[] for _ in members]
+        self._ended = [asyncio.Event() for _ in members]
+        self._shown: Counter[PeerID] = Counter()
+
+    def note(self, reducer: int, message: runtime_pb2.Tensor) -> None:
+        self._parts[reducer].append(message)
+
+    def end(self, reducer: int) -> None:
+        """No more will come of this one."""
+        self._ended[reducer].set()
+
+    async def count(self, asker: PeerID, reducer: int, patience: float) -> tuple[int, int | None]:
+        """Parts that it has answered, once no more will come or the patience is over; and, if it is ourselves, how
+        many of the asker's have entered them."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ended[reducer].wait(), min(patience, self.patience))
+        return len(self._parts[reducer]), self.entered.get(asker, 0) if reducer == self.own else None
+
+    def show(self, asker: PeerID, reducer: int, part: int) -> runtime_pb2.Tensor | None:
+        """None: we do not have it, or the asker has had as many as there are."""
+        if not 0 <= part < len(self._parts[reducer]) or self._shown[asker] >= sum(map(len, self._parts)):
+            return None
+        self._shown[asker] += 1
+        return self._parts[reducer][part]
+
+
+class AnswersKept:
+    """Part of SwarmAverager: gives other members what reducers have answered us."""
+
+    traffic: Any
+    doorkeeper: Any
+
+    def _begin_to_keep(self) -> None:
+        self._kept_answers: dict[bytes, GivenAnswers] = {}  # by the id of the exchange
+
+    def _keep_answers(self, exchange_id: bytes, answers: GivenAnswers, seconds: float | None) -> None:
+        """:param seconds: from now, after which no other member can be asking any more"""
+        self._kept_answers[exchange_id] = answers
+        loop = asyncio.get_running_loop()
+        loop.call_later(NO_TIMEOUT if seconds is None else seconds, self._kept_answers.pop, exchange_id, None)
+
+    async def rpc_show_answer(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        """`metadata`: [exchange id, reducer, part] -> `tensor_part`: what that reducer answered us; or
+        [exchange id, reducer, s to wait, None] -> `metadata`: [parts that it answered us, parts of the asker's that
+        have entered, None if we do not know]."""
+        self.doorkeeper.check(context.remote_id, "show_answer")
+        exchange_id, reducer, wanted, *is_count = msgpack.unpackb(request.metadata, raw=False)
+        answers, asker = self._kept_answers.get(exchange_id), context.remote_id
+        if answers is None or asker not in answers.members or not 0 <= reducer < len(answers.members):
+            return averaging_pb2.DownloadData(metadata=b"lacks")
+        if is_count:
+            told = await answers.count(asker, reducer, float(wanted))
+            return averaging_pb2.DownloadData(metadata=msgpack.packb(told))
+        shown = answers.show(asker, reducer, wanted)
+        if shown is None:
+            return averaging_pb2.DownloadData(metadata=b"lacks")
+        await self.traffic.send(len(shown.buffer))
+        return averaging_pb2.DownloadData(tensor_part=shown)
+
+
+class Asking:
+    """Of one reducer's answers in one round.
+
+    :param stubs: of the members that may have them
+    """
+
+    def __init__(self, exchange_id: bytes, reducer: int, stubs: Mapping[PeerID, Any]):
+        self._about, self._stubs = (exchange_id, reducer), stubs
+        self.entered: int | None = None  # parts of ours that the reducer has taken in, as it says
+
+    async def most(self, total: int, seconds: float) -> tuple[int, list[PeerID]]:
+        """How many parts members have at most, and who has so many; at once when one has all.
+
+        :param total: parts that the reducer was to answer
+        """
+
+        async def ask(peer: PeerID) -> tuple[PeerID, int]:
+            answer = await self._stubs[peer].rpc_show_answer(self._request(0.9 * seconds, None))
+            have, entered = msgpack.unpackb(answer.metadata, raw=False)
+            if type(entered) is int and entered >= 0:
+                self.entered = entered
+            return peer, min(have, total) if type(have) is int else 0
+
+        found: dict[PeerID, int] = {}
+        asked = [asyncio.ensure_future(ask(peer)) for peer in self._stubs]
+        try:
+            for answer in asyncio.as_completed(asked, timeout=seconds):
+                with suppress(Exception):  # it is gone, or knows nothing of this round, or of such questions
+                    peer, have = await answer
+                    found[peer] = have
+                    if have == total:
+                        break
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            for task in asked:
+                task.cancel()
+        best = max(found.values(), default=0)
+        return best, [peer for peer, have in found.items() if have == best]
+
+    async def parts(self, first: int, last: int, sources: Sequence[PeerID]) -> AsyncIterator[runtime_pb2.Tensor]:
+        """Those from `first` to before `last`, until one cannot be had."""
+        for start in range(first, last, AT_ONCE):
+            wanted = range(start, min(last, start + AT_ONCE))
+            for message in await asyncio.gather(*(self._part(part, sources) for part in wanted)):
+                if message is None:
+                    return
+                yield message
+
+    async def _part(self, part: int, sources: Sequence[PeerID]) -> runtime_pb2.Tensor | None:
+        for peer in random.sample(sources, len(sources)):  # not all askers the same one
+            with suppress(Exception):
+                answer = await self._stubs[peer].rpc_show_answer(self._request(part))
+                if answer.tensor_part.buffer:
+                    return answer.tensor_part
+        return None
+
+    def _request(self, *wanted: Any) -> averaging_pb2.DownloadData:
+        return averaging_pb2.DownloadData(metadata=msgpack.packb([*self._about, *wanted]))
+
+
+async def fetch(asking: Asking, have: int, total: int, seconds: float, take: Take) -> None:
+    """What members have of a reducer's answers, beyond the first `have`, to `take`, in order; within `seconds`."""
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_fetch(asking, have, total, ASKING * seconds, take), seconds)
+
+
+async def _fetch(asking: Asking, have: int, total: int, seconds: float, take: Take) -> None:
+    best, sources = await asking.most(total, seconds)
+    if best > have:
+        async for message in asking.parts(have, best, sources):
+            await take(message)
