@@ -38,6 +38,15 @@ def test_an_account_is_of_the_time_between_two_steps():
     assert (found.wire_sent, found.wire_received) == (2000, 4000)
 
 
+def test_the_time_of_a_worker_that_is_stuck_counts():
+    """Its download took the rest of the trial: it makes no step any more, and is no less a device for that."""
+    beat = {**step(5), "event": "beat", "at": 50.0}
+    found = account([*map(step, range(1, 5)), beat], speed=10 / 9, workers=2, begin=5.0, end=110.0)
+    assert (found.wall, found.samples, found.steps) == (100.0, 30, 3)
+    assert found.applied == pytest.approx(27.0) and found.lost == pytest.approx(9.0)
+    assert found.waiting == pytest.approx(2.0 + 60.0)
+
+
 def test_who_has_made_no_two_steps_has_no_account():
     assert account([step(1)], speed=1.0, workers=2, begin=0.0, end=99.0) == Account()
 

@@ -1,7 +1,8 @@
 """What the workers' events come to: goodput, where the rest of the seconds went, bytes, rounds, and time to a loss.
 
 goodput = seconds of devices whose samples entered an applied global step / (wall seconds of devices - contention).
-A worker's window is from one of its steps to another, so that what was under way at its ends is the same. Of a step of
+A worker's window is from one of its steps to another, so that what was under way at its ends is the same; unless it has
+made none for longer than OVERDUE of its usual ones: then it is stuck, and its window goes on to the end. Of a step of
 which was not known yet whether the swarm goes on from it, the later ones tell (StepReport.uncertain, kept_until).
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from statistics import mean, median
 
+OVERDUE = 2.5  # times as long as usually between two steps, and one more for what its fate is told by
 COUNTERS = ("computed", "contention", "between", "own_work", "wire_sent", "wire_received")
 
 
@@ -66,11 +68,16 @@ def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
 
 def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
     """Of one worker, from its first step after `begin` to the last one before `end` (time.monotonic()) whose
-    fate is known."""
+    fate is known, or to `end` if it is stuck."""
     steps = [(step, samples) for step, samples in fates(events) if begin <= step["at"] <= end]
-    if len(steps) < 2:
+    if not steps:
         return Account()
     first, last = steps[0][0], steps[-1][0]
+    if end - last["at"] > OVERDUE * usual_interval(events, end - begin):
+        last = max((e for e in events if e["event"] in ("beat", "step") and e["at"] <= end), key=lambda e: e["at"])
+        last = {**last, "between": last["between"] + end - last["at"], "at": end}
+    elif len(steps) < 2:
+        return Account()
     grown = {name: last[name] - first[name] for name in COUNTERS}
     applied = sum(samples for _, samples in steps[1:])
     return Account(
@@ -88,6 +95,12 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         samples=applied,
         parts_sent=sum(step.get("bytes_sent", 0) for step, _ in steps[1:]),
     )
+
+
+def usual_interval(events: Sequence[dict], otherwise: float) -> float:
+    """s between two steps of one worker."""
+    times = [event["at"] for event in events if event["event"] == "step"]
+    return median(later - earlier for earlier, later in zip(times, times[1:], strict=False)) if times[1:] else otherwise
 
 
 def losses(workers: Iterable[Sequence[dict]], begin: float) -> list[tuple[float, float]]:
