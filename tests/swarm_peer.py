@@ -173,6 +173,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 uncertain=report.uncertain,
                 cause=report.cause,
                 expected=report.expected,
+                made_up_for=report.made_up_for,
                 counts=counts.as_dict(),
                 kept_until=report.kept_until,
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),

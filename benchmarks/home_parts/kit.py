@@ -42,6 +42,7 @@ class TellSteps(Callback):
             seconds=report.seconds,
             failure=report.failure,
             apart=report.apart,
+            made_up_for=report.made_up_for,
             bytes_sent=report.bytes_sent,
             bytes_received=report.bytes_received,
             swarm=trainer.optimizer.tracker.global_progress.num_peers,

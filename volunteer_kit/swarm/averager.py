@@ -30,7 +30,7 @@ from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.left_over import RoundsShare
-from volunteer_kit.swarm.lost_answers import RECOVERY, AnswersKept
+from volunteer_kit.swarm.lost_answers import RECOVERY, AnswersKept, GivenAnswers
 from volunteer_kit.swarm.pace import Pace
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE, SharedWords
@@ -301,6 +301,10 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         outcome.lost = {str(peer): cause for peer, cause in runner.lost.items()}
         outcome.weights = runner.weights
         outcome.bytes_sent, outcome.bytes_received = runner.bytes_sent, runner.bytes_received
+        self._note_answers(group_id, runner.answers, outcome)
+
+    def _note_answers(self, exchange_id: bytes, answers: GivenAnswers, outcome: Round) -> None:
+        """The round is over, and its averages are taken."""
 
     async def _averages_of(self, runner: SwarmAllReduce) -> list[torch.Tensor]:
         """Raises LedApart, as soon as it is known, if nothing of the round must be applied."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from hivemind.averaging.control import AveragingStage
+from hivemind.p2p import PeerID
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.checkpoint import CheckpointError
-from volunteer_kit.swarm.agreement import BEGINNING, Follow, prevailing, read_all, under
+from volunteer_kit.swarm.agreement import BEGINNING, Follow, Told, prevailing, read_all, under
 from volunteer_kit.swarm.assembly import AssembledOptimizer
 from volunteer_kit.swarm.obeying import ObeyingOptimizer
 from volunteer_kit.swarm.state import digest
@@ -31,6 +32,7 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
     only_accumulated = True  # the last step() did, and waited for nobody: its time is the device's
     states_asked_in_vain = 0  # times in a row that the others were ahead and none of them gave us their state
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
+    made_up_for = 0  # rounds that we had missed, since the last report
     _stepped_alone = False  # while others were here; what they hold is not known since
     _look_at = 0.0  # time.monotonic(); not before
 
@@ -67,6 +69,7 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             self._follow = Follow(swarm_epoch, (), f"at epoch {own_epoch}, the others at {swarm_epoch}")
         else:
             self._stepped_alone = True
+        self.state_averager.steps_alone = True
 
     def _compare_after_lone_step(self) -> None:
         """When the others have ended the epoch too: do they hold what we hold? Who waited for the next round to find
@@ -76,8 +79,7 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             return
         self._look_at = time.monotonic() + self.options.refresh_period
         own_id, epoch = self.dht.peer_id, self.local_epoch
-        declared = under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
-        said = {peer: one for peer, one in declared.items() if one.epoch == epoch and peer != own_id}
+        said = {peer: one for peer, one in self._declared().items() if one.epoch == epoch and peer != own_id}
         if not said:
             return  # they will declare it in a moment
         donors = frozenset(said) | (frozenset() if self.client_mode else {own_id})
@@ -100,6 +102,11 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
         leave.start()
         try:
             with self.tracker.pause_updates():
+                before = self.made_up_for
+                if self._make_up_for_rounds(**which):
+                    self._follow, self.states_asked_in_vain = None, 0
+                    self._go_on_after(self.made_up_for - before)
+                    return True
                 loaded = self.state_averager.load_state_from_peers(
                     timeout=self.load_state_timeout, whole=False, on_download=self.on_download, **which
                 )
@@ -111,6 +118,51 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             leave.cancel()
         self.states_asked_in_vain = 0 if loaded else self.states_asked_in_vain + 1
         return loaded or self.stand_on_checkpoint_if_lost()
+
+    def _make_up_for_rounds(self, at_least: int | None = None, donors: Sequence[PeerID] | None = None, **_) -> bool:
+        """Take the steps that the others have taken since, from the averages of their rounds.
+
+        :returns: are we where they are? If not, we may be some steps nearer
+        """
+        if self.grad_averager.verification is not None or not self.complete:
+            return False
+        averager, own_id = self.state_averager, self.dht.peer_id
+        if averager.take_back_lone_steps():
+            self.uncertain_steps.given_up(averager.kept_until)
+            self._tell_tracker_where_we_are()
+        last = max(at_least or 0, self.tracker.global_epoch)
+        declared, first = self._declared(), self.local_epoch
+        while self.local_epoch < last:
+            asked = donors or [peer for peer, one in declared.items() if one.epoch > self.local_epoch]
+            name = self.grad_averager.make_up_for(averager.told, asked, self.load_state_timeout)
+            if name is None:
+                break
+            averager.round_name, averager.makes_no_step = name, not self._something_came()
+            self._load_averaged_gradients_into_optimizer_()
+            averager.step(increment_epoch=True, optimizer_step=True)
+            self.uncertain_steps.shared()  # what we held before it, that is
+            self.made_up_for += 1
+        # the last round may be under way still, and we in time for the next
+        if self.local_epoch == first or self.local_epoch < (at_least or last - 1):
+            return False
+        said = {peer: one for peer, one in self._declared().items() if one.epoch == self.local_epoch}
+        right = prevailing(said | read_all({own_id: averager.told}), self.local_epoch, {*said, own_id})
+        return own_id in right
+
+    def _declared(self) -> dict[PeerID, Told]:
+        """What those donors hold that have obeyed the order that we have."""
+        return under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
+
+    def _go_on_after(self, made_up_for: int) -> None:
+        """Gradients of a model that is one step old are as good as those that others compute while a round is under
+        way; those of an older one are not."""
+        if made_up_for > 1 or self.grad_averager.stale:
+            self._start_epoch_anew()
+            return
+        self._just_loaded = True
+        self._tell_tracker_where_we_are()
+        self.grad_averager.stale = len(self.grad_averager.names)
+        self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
 
     @property
     def complete(self) -> bool:
@@ -142,10 +194,13 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
                 self._start_epoch_anew()
         return loaded
 
-    def _start_epoch_anew(self) -> None:
-        self._just_loaded = True
+    def _tell_tracker_where_we_are(self) -> None:
         if self.local_epoch < self.tracker.local_progress.epoch:
             self.tracker.go_back(self.local_epoch)
+
+    def _start_epoch_anew(self) -> None:
+        self._just_loaded = True
+        self._tell_tracker_where_we_are()
         self.tracker.report_local_progress(local_epoch=self.local_epoch, samples_accumulated=0)
         self.grad_averager.reset_accumulated_grads_()
 
@@ -205,7 +260,7 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
                 self._take_state()
             return False
         own_id, own_epoch = self.dht.peer_id, self.local_epoch
-        declared = under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
+        declared = self._declared()
         newest = max((one.epoch for one in declared.values()), default=own_epoch)
         if self.client_mode and late and newest < own_epoch:  # ahead alone, where nobody can follow
             self._take_state(at_least=newest)

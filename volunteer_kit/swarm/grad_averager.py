@@ -17,12 +17,15 @@ from volunteer_kit.robust.messages import Samples
 from volunteer_kit.swarm.codec import leaves_out
 from volunteer_kit.swarm.left_over import LeftOver, RoundsShare, part_size
 from volunteer_kit.swarm.local_steps import LocalSteps
+from volunteer_kit.swarm.lost_answers import GivenAnswers
+from volunteer_kit.swarm.missed_rounds import RoundsLogged
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.verified_averager import VerifiedAverager
 
 NO_COMPRESSION = NoCompression()
 
 
-class SwarmGradientAverager(VerifiedAverager, GradientAverager):
+class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
     """Accumulates this peer's gradients and averages them with others', weighted by samples, or by what the loss is a
     mean over.
 
@@ -70,8 +73,14 @@ class SwarmGradientAverager(VerifiedAverager, GradientAverager):
             self._left_over = LeftOver(self.total_size, self._left_over_path, self.prefix)
         return self._left_over.begin(tensors, weight, self.order)
 
+    def _note_answers(self, exchange_id: bytes, answers: GivenAnswers, outcome: Round) -> None:
+        is_in_step = self.peer_id not in outcome.out_of_step()
+        if self.verification is None and outcome.received == 1.0 and is_in_step:
+            self._log_round(exchange_id, answers, outcome.gathered.get(self.peer_id), outcome.name)
+
     def forget_left_over(self) -> None:
-        """What was left over led to a model that is given up."""
+        """What was left over led to a model that is given up; and so did the rounds."""
+        self._outer_pipe.send(("_forget_rounds", [], {}))
         if self.keeps_left_over:
             self._outer_pipe.send(("_forget_left_over", [], {}))
 

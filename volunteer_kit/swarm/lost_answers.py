@@ -40,6 +40,7 @@ class GivenAnswers:
     def __init__(self, members: Sequence[PeerID], own: int, patience: float):
         self.members, self.own, self.patience = tuple(members), own, patience
         self.entered: dict[PeerID, int] = {}  # of each sender, parts that our slice's averages contain
+        self.is_logged = False  # the round is over, and all may ask for it: see missed_rounds.py
         self._parts: list[list[runtime_pb2.Tensor]] = [[] for _ in members]
         self._ended = [asyncio.Event() for _ in members]
         self._shown: Counter[PeerID] = Counter()
@@ -58,9 +59,18 @@ class GivenAnswers:
             await asyncio.wait_for(self._ended[reducer].wait(), min(patience, self.patience))
         return len(self._parts[reducer]), self.entered.get(asker, 0) if reducer == self.own else None
 
+    @property
+    def counts(self) -> list[int]:
+        """Parts that came of each reducer."""
+        return [len(parts) for parts in self._parts]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(message.buffer) for parts in self._parts for message in parts)
+
     def show(self, asker: PeerID, reducer: int, part: int) -> runtime_pb2.Tensor | None:
         """None: we do not have it, or the asker has had as many as there are."""
-        if not 0 <= part < len(self._parts[reducer]) or self._shown[asker] >= sum(map(len, self._parts)):
+        if not 0 <= part < len(self._parts[reducer]) or self._shown[asker] >= sum(self.counts):
             return None
         self._shown[asker] += 1
         return self._parts[reducer][part]
@@ -79,7 +89,11 @@ class AnswersKept:
         """:param seconds: from now, after which no other member can be asking any more"""
         self._kept_answers[exchange_id] = answers
         loop = asyncio.get_running_loop()
-        loop.call_later(NO_TIMEOUT if seconds is None else seconds, self._kept_answers.pop, exchange_id, None)
+        loop.call_later(NO_TIMEOUT if seconds is None else seconds, self._let_go, exchange_id)
+
+    def _let_go(self, exchange_id: bytes) -> None:
+        if not self._kept_answers[exchange_id].is_logged:
+            del self._kept_answers[exchange_id]
 
     async def rpc_show_answer(
         self, request: averaging_pb2.DownloadData, context: P2PContext
@@ -90,7 +104,8 @@ class AnswersKept:
         self.doorkeeper.check(context.remote_id, "show_answer")
         exchange_id, reducer, wanted, *is_count = msgpack.unpackb(request.metadata, raw=False)
         answers, asker = self._kept_answers.get(exchange_id), context.remote_id
-        if answers is None or asker not in answers.members or not 0 <= reducer < len(answers.members):
+        may_ask = answers is not None and (answers.is_logged or asker in answers.members)
+        if not may_ask or not 0 <= reducer < len(answers.members):
             return averaging_pb2.DownloadData(metadata=b"lacks")
         if is_count:
             told = await answers.count(asker, reducer, float(wanted))

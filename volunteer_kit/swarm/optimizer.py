@@ -217,6 +217,7 @@ class SwarmOptimizer(VerifyingOptimizer):
             self._settle_absence(report, outcome)
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
+                self.state_averager.steps_alone = self._follow is not None
                 failure = outcome.out_of_step().get(own_id)
                 if failure is None:  # else it was a round of another epoch than that of which we know claims
                     self._settle_claims(report, outcome)
@@ -292,6 +293,7 @@ class SwarmOptimizer(VerifyingOptimizer):
         if uncertain:
             whole = met and self._follow is None and outcome.received == 1 and len(outcome) >= report["num_peers"]
             uncertain = not self.uncertain_steps.taken(report["epoch"], report["num_peers"] > 1, whole)
+        made_up_for, self.made_up_for = self.made_up_for, 0
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
@@ -312,6 +314,7 @@ class SwarmOptimizer(VerifyingOptimizer):
                 apart=self._follow.why if self._follow is not None else None,
                 uncertain=uncertain,
                 kept_until=self.uncertain_steps.kept_until(),
+                made_up_for=made_up_for,
             )
         )
 

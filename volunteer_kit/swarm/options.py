@@ -119,7 +119,8 @@ class StepReport:
     up, and which target batch would do;
     `apart`: why our state is not the others', who is being followed, None if it is theirs; `remarks`: peer id -> what
     is held against it, though it took part; `expected`: members that its group should have had, ourselves among them;
-    `cause`: one of failures.CAUSES if its round failed or lacked something, though the step was taken.
+    `cause`: one of failures.CAUSES if its round failed or lacked something, though the step was taken;
+    `made_up_for`: rounds before it that this peer had missed, and whose steps it has taken from their averages.
     """
 
     epoch: int
@@ -140,6 +141,7 @@ class StepReport:
     slow_network: str | None = None
     expected: int = 1
     cause: str | None = None
+    made_up_for: int = 0
 
     @property
     def is_round(self) -> bool:

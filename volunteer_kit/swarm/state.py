@@ -37,6 +37,7 @@ from volunteer_kit.swarm.agreement import (
 )
 from volunteer_kit.swarm.averaged_state import AveragedState
 from volunteer_kit.swarm.local_steps import LocalSteps
+from volunteer_kit.swarm.lone_step import LoneSteps
 from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ def digest(tensors) -> str:
     return hasher.hexdigest()
 
 
-class SwarmStateAverager(AveragedState, TrainingStateAverager):
+class SwarmStateAverager(LoneSteps, AveragedState, TrainingStateAverager):
     """Parameters and statistics of this peer.
 
     After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
@@ -271,6 +272,7 @@ class SwarmStateAverager(AveragedState, TrainingStateAverager):
         if self.local_steps is not None:
             goes_back = metadata.get("order", 0) != self._order or metadata.get("lineage") == BEGINNING.hex()
             self.local_steps.restart(with_statistics=goes_back)
+        self.stand_by_lone_steps()
         past = read_past(metadata.get("past"))
         self.kept_until = last_in_common(read_past(self._past), past)
         self._own_past = [told for told in self._own_past if told[0] <= self.kept_until]
@@ -311,6 +313,7 @@ class SwarmStateAverager(AveragedState, TrainingStateAverager):
             with self.lock_optimizer:
                 if optimizer_step:
                     with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
+                        self._note_before_step()
                         if not self.makes_no_step:
                             self._measure(self.optimizer.step)
                         self._state_epoch = self._held_epoch.value = self.local_epoch

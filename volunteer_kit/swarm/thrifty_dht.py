@@ -114,6 +114,9 @@ class TimedDHTProtocol(DHTProtocol):
         return TimedStub(super().get_stub(peer), self._patience)
 
 
+TimedDHTProtocol.__name__ = DHTProtocol.__name__  # libp2p knows calls by it: those of a plain hivemind node as well
+
+
 class TimedStub:
     """A stub that notes how long answers take. One peer that is gone does not make the others be waited for longer:
     each answer takes back what a call in vain has added."""

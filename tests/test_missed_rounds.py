@@ -1,0 +1,196 @@
+"""Rounds that a peer has missed: it takes their averages from others, and their steps by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from types import SimpleNamespace
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+
+from tests.local_swarm import local_swarm
+from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.agreement import SKETCH_SIZE, Told
+from volunteer_kit.swarm.codec import CODECS, install_codecs
+from volunteer_kit.swarm.lost_answers import GivenAnswers
+from volunteer_kit.swarm.missed_rounds import MAX_BYTES, MAX_ROUNDS, RoundsLogged
+from volunteer_kit.swarm.traffic import Traffic
+
+MEMBERS = [PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(3)]
+STRANGER = PeerID(b"\x12\x20" + bytes([9]) * 32)
+SHAPES = [(3, 2), (5,)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def codecs():
+    install_codecs()
+
+
+def held(epoch: int, lineage: int = 1, order: int = 0, value: float = 1.0) -> list:
+    return Told(epoch, np.full(SKETCH_SIZE, value), bytes([lineage]) * 8, order).words()
+
+
+class Averager(RoundsLogged):
+    """What a real one is beside: tensors, a line, a door."""
+
+    prefix, peer_id = "gradients", MEMBERS[0]
+
+    def __init__(self):
+        self.traffic, self.doorkeeper, self._p2p = Traffic(), Admission(), None
+        self.tensors = [torch.zeros(shape) for shape in SHAPES]
+        self.total_size = sum(tensor.numel() for tensor in self.tensors)
+        self._begin_to_keep()
+
+    def get_tensors(self):
+        class Locked:
+            def __enter__(inner):
+                return self.tensors
+
+            def __exit__(inner, *_):
+                pass
+
+        return Locked()
+
+    def log(self, before: list, values: torch.Tensor, splits=(4, 4, 3), name: bytes = b"round") -> None:
+        answers = GivenAnswers(MEMBERS, own=0, patience=0.1)
+        for place, part in enumerate(values.split(list(splits))):
+            answers.note(place, CODECS["none"].compress(part, None))
+        self._log_round(b"x" + name, answers, before, name)
+
+    async def ask(self, call: str, *wanted, asker: PeerID = STRANGER) -> averaging_pb2.DownloadData:
+        request = averaging_pb2.DownloadData(metadata=msgpack.packb(wanted[0] if len(wanted) == 1 else wanted))
+        return await getattr(self, call)(request, SimpleNamespace(remote_id=asker))
+
+
+class Stub:
+    def __init__(self, averager: Averager):
+        self.averager = averager
+
+    async def rpc_show_round(self, request):
+        return await self.averager.rpc_show_round(request, SimpleNamespace(remote_id=STRANGER))
+
+    async def rpc_show_answer(self, request):
+        return await self.averager.rpc_show_answer(request, SimpleNamespace(remote_id=STRANGER))
+
+
+def fetch(ours: Averager, before: list, *theirs: Averager) -> bytes | None:
+    return asyncio.run(ours._fetch_round(before, dict(zip(MEMBERS, map(Stub, theirs), strict=False))))
+
+
+VALUES = torch.arange(11.0)
+
+
+def test_the_average_of_the_round_that_began_with_what_we_hold():
+    ours, theirs = Averager(), Averager()
+    theirs.log(held(3), torch.ones(11), name=b"third")
+    theirs.log(held(4), VALUES, name=b"fourth")
+    theirs.log(held(5), -torch.ones(11), name=b"fifth")
+    assert fetch(ours, held(4), theirs) == b"fourth"
+    assert torch.equal(torch.cat([tensor.flatten() for tensor in ours.tensors]), VALUES)
+
+
+@pytest.mark.parametrize(
+    "other", [held(6), held(4, lineage=2), held(4, order=1), held(4, value=2.0), [4], [], None, 7, [4, b"", b""]]
+)
+def test_of_another_state_nothing_is_given(other):
+    ours, theirs = Averager(), Averager()
+    theirs.log(held(4), VALUES)
+    if other is None or not isinstance(other, list):
+        assert asyncio.run(theirs.ask("rpc_show_round", other)).metadata == b"lacks"
+    else:
+        assert fetch(ours, other, theirs) is None
+        assert not any(tensor.any() for tensor in ours.tensors)
+
+
+def test_what_most_say_counts():
+    ours, liar, *honest = Averager(), Averager(), Averager(), Averager()
+    liar.log(held(4), torch.full((11,), 9.0), name=b"made up")
+    for averager in honest:
+        averager.log(held(4), VALUES)
+    assert fetch(ours, held(4), liar, *honest) == b"round"
+    assert torch.equal(torch.cat([tensor.flatten() for tensor in ours.tensors]), VALUES)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.ones(12), torch.ones(10), torch.full((11,), float("nan")), torch.ones(11, dtype=torch.int64)]
+)
+def test_what_cannot_be_a_round_of_ours_is_not_taken(values):
+    ours, theirs = Averager(), Averager()
+    theirs.log(held(4), values, splits=(4, 4, len(values) - 8))
+    with pytest.raises(ValueError):
+        fetch(ours, held(4), theirs)
+    assert not any(tensor.any() for tensor in ours.tensors)
+
+
+def test_no_more_is_kept_than_there_is_room_for_and_nothing_across_an_order():
+    theirs = Averager()
+    for epoch in range(2 * MAX_ROUNDS):
+        theirs.log(held(epoch), VALUES, name=b"%d" % epoch)
+    assert len(theirs._log) == len(theirs._kept_answers) == MAX_ROUNDS
+    theirs.log(held(500, order=3), VALUES, name=b"ordered")
+    assert [logged.name for logged in theirs._log] == [b"ordered"]
+    large = torch.zeros(MAX_BYTES // 8 + 1)  # half of it, twice
+    for epoch in range(501, 504):
+        theirs.log(held(epoch, order=3), large, splits=(len(large),), name=b"%d" % epoch)
+        assert len(theirs._kept_answers) == len(theirs._log)
+    assert [logged.name for logged in theirs._log] == [b"503"], "one, however large"
+    asyncio.run(theirs._forget_rounds())
+    assert not theirs._log and not theirs._kept_answers
+
+
+def test_rounds_are_for_all_who_are_admitted_and_answers_of_others_for_members():
+    theirs = Averager()
+    theirs.log(held(4), VALUES)
+    assert asyncio.run(theirs.ask("rpc_show_answer", b"xround", 0, 0)).tensor_part.buffer
+    theirs._kept_answers[b"xround"].is_logged = False
+    assert asyncio.run(theirs.ask("rpc_show_answer", b"xround", 0, 0)).metadata == b"lacks"
+
+
+# --- in a swarm ---
+
+STEADY = {"target_batch_size": 512, "grad_codec": "sparse"}
+
+
+def met(peer, after: int = 0):
+    return peer.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > after and e["group_size"] == 3)
+
+
+def made_up(peer, after: int):
+    return peer.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > after and e["made_up_for"] > 0)
+
+
+def test_a_peer_that_slept_makes_up_for_the_rounds_that_it_missed(tmp_path):
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(**STEADY) for _ in range(3)]
+        last = max(met(peer)["epoch"] for peer in peers)
+        last = max(met(peer, after=last)["epoch"] for peer in peers)
+        sleeper, *others = reversed(peers)
+        os.killpg(sleeper.process.pid, signal.SIGSTOP)
+        for other in others:
+            other.wait_epoch(last + 3, group_size=2)
+        os.killpg(sleeper.process.pid, signal.SIGCONT)
+        back = made_up(sleeper, after=last)
+        assert back["made_up_for"] >= 2, sleeper.story()
+        met(sleeper, after=back["epoch"])
+        finished = swarm.finish(*peers)
+        assert len({event["digest"] for event in finished}) == 1
+
+
+def test_a_step_that_was_taken_alone_is_taken_back(tmp_path):
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(**STEADY) for _ in range(3)]
+        last = max(met(peer)["epoch"] for peer in peers)
+        loner = peers[-1]
+        met(loner, after=last)
+        loner.order("alone")
+        alone = loner.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > last and e["group_size"] == 1)
+        back = made_up(loner, after=alone["epoch"])
+        met(loner, after=back["epoch"])
+        finished = swarm.finish(*peers)
+        assert len({event["digest"] for event in finished}) == 1

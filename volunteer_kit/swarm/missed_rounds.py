@@ -1,0 +1,155 @@
+"""Rounds that we missed, made up for: their averages are fetched from members, and our own optimizer takes their steps.
+
+Who misses a round, or was away for some, lacks a few averages, which are as large as the codec makes them: 2.4 MB each
+where the state has 500 MB and more. At 5/1 Mbit/s that is a minute in place of an hour, on the lines of those who give
+it as well. Steps from equal states by equal averages are equal, so what comes out is what all others hold; who was told
+a false average is apart after that, as who was given a false state, and sees it by what the others declare.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture
+from hivemind.utils.asyncio import enter_asynchronously
+from hivemind.utils.logging import get_logger
+
+from volunteer_kit.swarm.agreement import Told, read_told
+from volunteer_kit.swarm.held_parts import read_values
+from volunteer_kit.swarm.lost_answers import AnswersKept, Asking, GivenAnswers
+
+logger = get_logger(__name__)
+MAX_ROUNDS, MAX_BYTES = 64, 64 * 2**20  # that one peer keeps, and one round at least, whatever its size
+ASKED = 5  # members at once
+PATIENCE = 10.0  # s, for their answers
+MAX_NAME = 4096  # bytes of what a round is called
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A round that all of its members got whole. `before`: what those held who took its step."""
+
+    exchange_id: bytes
+    before: Told
+    name: bytes
+    counts: tuple[int, ...]
+    num_bytes: int
+
+
+class RoundsLogged(AnswersKept):
+    """Part of SwarmGradientAverager: the averages of its last rounds, given to those who missed them; and fetched."""
+
+    def _begin_to_keep(self) -> None:
+        super()._begin_to_keep()
+        self._log: deque[Logged] = deque()
+
+    def _log_round(self, exchange_id: bytes, answers: GivenAnswers, before: Any, name: bytes | None) -> None:
+        told = read_told(before)
+        if told is None or told.sketch is None or name is None or len(name) > MAX_NAME:
+            return
+        if self._log and self._log[-1].before.order != told.order:
+            self._forget()  # they led to a state that the monitor has given up
+        answers.is_logged = True
+        self._kept_answers[exchange_id] = answers
+        self._log.append(Logged(exchange_id, told, name, tuple(answers.counts), answers.num_bytes))
+        while len(self._log) > 1 and (len(self._log) > MAX_ROUNDS or sum(r.num_bytes for r in self._log) > MAX_BYTES):
+            self._kept_answers.pop(self._log.popleft().exchange_id, None)
+
+    async def _forget_rounds(self) -> None:
+        """They led to a state that is given up."""
+        self._forget()
+
+    def _forget(self) -> None:
+        while self._log:
+            self._kept_answers.pop(self._log.popleft().exchange_id, None)
+
+    async def rpc_show_round(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        """`metadata`: what the asker holds, as it is told in rounds -> [exchange id, the round's name, parts of each
+        reducer] of the round that began with that; its parts by rpc_show_answer."""
+        self.doorkeeper.check(context.remote_id, "show_answer")
+        held = read_told(msgpack.unpackb(request.metadata, raw=False))
+        for logged in reversed(self._log):
+            if held is not None and logged.before.is_same(held):
+                told = [logged.exchange_id, logged.name, logged.counts]
+                return averaging_pb2.DownloadData(metadata=msgpack.packb(told))
+        return averaging_pb2.DownloadData(metadata=b"lacks")
+
+    # --- who missed it ---
+
+    def make_up_for(self, held: list, donors: Sequence[PeerID], timeout: float) -> bytes | None:
+        """Fetch the averages of the round that began with what we hold, into our own averaged tensors; in the training
+        process. :returns: the round's name; None: nobody has it."""
+        future = MPFuture()
+        asked = [donor.to_bytes() for donor in random.sample(donors, min(len(donors), ASKED))]
+        self._outer_pipe.send(("_make_up_for", [held, asked, timeout], {"future": future}))
+        try:
+            return future.result(timeout + PATIENCE)
+        except Exception as error:
+            logger.debug(f"No round was made up for: {error!r}")
+            future.cancel()
+            return None
+
+    async def _make_up_for(self, held: list, donors: list[bytes], timeout: float, future: MPFuture) -> None:
+        name = None
+        try:
+            stubs = {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
+            name = await asyncio.wait_for(self._fetch_round(held, stubs), timeout)
+        except Exception as error:
+            logger.debug(f"A round that we missed could not be fetched: {error!r}")
+        finally:
+            if not future.done():
+                future.set_result(name)
+
+    async def _fetch_round(self, held: list, stubs: dict[PeerID, Any]) -> bytes | None:
+        request = averaging_pb2.DownloadData(metadata=msgpack.packb(held))
+
+        async def ask(peer: PeerID) -> tuple | None:
+            answer = await asyncio.wait_for(stubs[peer].rpc_show_round(request), PATIENCE)
+            return _read_round(answer.metadata)
+
+        told = await asyncio.gather(*map(ask, stubs), return_exceptions=True)
+        said = {peer: one for peer, one in zip(stubs, told, strict=True) if isinstance(one, tuple)}
+        if not said:
+            return None
+        (chosen, _), *_ = Counter(said.values()).most_common(1)
+        exchange_id, name, counts = chosen
+        sources = [peer for peer, one in said.items() if one == chosen]
+        values, size = [], 0
+        for reducer, count in enumerate(counts):
+            asking = Asking(exchange_id, reducer, {peer: stubs[peer] for peer in sources})
+            async for message in asking.parts(0, count, sources):
+                await self.traffic.receive(len(message.buffer))
+                part = (await asyncio.to_thread(read_values, message)).reshape(-1)
+                values.append(part)
+                size += part.numel()
+                if size > self.total_size or not part.is_floating_point() or not torch.isfinite(part).all():
+                    raise ValueError(f"{len(values)} parts that cannot be this round's")
+        if size != self.total_size:
+            raise ValueError(f"{size} values of {self.total_size}")
+        vector = torch.cat(values)
+        async with enter_asynchronously(self.get_tensors()) as tensors:
+            for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        return name
+
+
+def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...]] | None:
+    """A stranger's words of one round; None: it has none, or none that could be."""
+    if metadata == b"lacks":
+        return None
+    exchange_id, name, counts = msgpack.unpackb(metadata, raw=False)
+    fine = type(exchange_id) is bytes and type(name) is bytes and len(name) <= MAX_NAME and type(counts) is list
+    if not fine or not all(type(count) is int and 0 <= count < 2**20 for count in counts):
+        return None
+    return exchange_id, name, tuple(counts)
