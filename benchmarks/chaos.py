@@ -27,7 +27,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.home_links import settings
+from benchmarks.home_links import CHOSEN, settings
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.faults import Fault, Faults, Supervisor, settle_kills
 from benchmarks.home_parts.material import MODELS
@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="4m")
     parser.add_argument("--ratio", type=float, default=16)
     parser.add_argument("--target", type=int, default=4096)
-    parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")
+    parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
     parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8)
@@ -190,7 +190,8 @@ def main() -> int:
     trial = Trial(
         "chaos", "kit", [Line(20, 10)] * options.peers, model=options.model, ratio=options.ratio,
         dilation=options.dilation, refresh_period=options.refresh, epoch=options.epoch,
-        target_batch_size=options.target, real_every=options.real_every, swarm=settings(options.swarm),
+        target_batch_size=options.target, real_every=options.real_every,
+        swarm=CHOSEN["20_10"] | settings(options.swarm),
     )  # fmt: skip
     minutes = options.quiet_minutes if options.quiet_minutes is not None else options.minutes / 3
     quiet = perform(trial, 60 * minutes, 0, 0, options.keep)

@@ -31,6 +31,14 @@ from benchmarks.netlab import Line
 from benchmarks.netlab_parts.telling import end_with
 
 LINES = {"20_10": (20, 10), "5_1": (5, 1), "1000": (1000, 1000)}  # Mbit/s down, up
+# what a host would write for such lines: at 10 Mbit/s up an epoch of 141 s is long enough for 4 bits of each gradient,
+# and at 1 Mbit/s for the largest 64th
+CHOSEN: dict[str, dict] = {
+    "20_10": {"grad_compression": "blockwise4"},
+    "5_1": {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"},
+    "1000": {"grad_compression": "blockwise8"},
+}
+SWEEP_SHARE = 2 / 3  # of a trial's seconds, for one of the sweep
 STOCK = {"float16": {}, "uniform8": {}, "powersgd": {"rank": 4}}
 PATIENCE = (0.5, 1.0, 3.0)  # of plain hivemind's timeouts, times the run's
 RESULTS = Path(__file__).with_name("results")
@@ -52,8 +60,8 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
         return [Line(down, up, rtt=options.rtt, loss=options.loss)] * options.peers
 
     for name in LINES:
-        codec = swarm.get("grad_compression", "blockwise8")
-        yield Trial(f"kit, {codec}, {name}", "kit", lines(name), swarm=swarm, **given)
+        chosen = CHOSEN[name] | swarm
+        yield Trial(f"kit, {chosen['grad_compression']}, {name}", "kit", lines(name), swarm=chosen, **given)
     for codec, more in STOCK.items():
         yield Trial(f"hivemind, {codec}", "stock", lines("20_10"), stock={"codec": codec, **more}, **given)
     yield Trial("DDP, fp32", "ddp", lines("20_10"), **given)
@@ -61,7 +69,7 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
 
 def sweep(best: Trial) -> Iterator[Trial]:
     """Plain hivemind's best codec with other timeouts."""
-    swarm = best.run()["swarm"]
+    swarm, best = best.run()["swarm"], replace(best, seconds=SWEEP_SHARE * best.seconds)
     for factor in PATIENCE:
         if factor != 1.0:
             waits = {name: factor * swarm[name] for name in ("averaging_timeout", "allreduce_timeout")}
@@ -121,10 +129,10 @@ def figures(found: list[Outcome]) -> dict:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=85, help="of each trial, measured")
+    parser.add_argument("--seconds", type=float, default=90, help="of each trial, measured")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--model", choices=MODELS, default="4m")
-    parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")
+    parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")
     parser.add_argument("--ratio", type=float, default=16, help="between the fastest and the slowest device")
     parser.add_argument("--target", type=int, default=4096, help="samples of an epoch")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
@@ -132,7 +140,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loss", type=float, default=0, help="share of packets that each line loses")
     parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8, help="microbatches with one real backward pass")
-    parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the kit's run file")
+    parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the kit's run files")
     parser.add_argument("--only", default="", help="trials whose names contain this")
     parser.add_argument("--no-sweep", action="store_true", help="plain hivemind with the run's timeouts alone")
     parser.add_argument("--keep", type=Path, help="folder for all events and logs")

@@ -1,13 +1,14 @@
 """Twelve members that nobody can connect to, and one that can be: how long do they wait for its line?
 
     python benchmarks/reducers.py
-    python benchmarks/reducers.py --swarm grad_compression=sparse
+    python benchmarks/reducers.py --swarm grad_compression=blockwise4 --reducers 3
 
 All are behind lines of 20/20 Mbit/s, twelve of them behind NAT as well (client mode); devices are equally fast, and the
 public one trains too. Emulated and dilated as in home_links.py; takes root and iproute2.
 
 The public member's line carries everybody's gradients to it and their averages back, in N bytes for each of 12: rounds
-take 12 N / 20 Mbit/s each way. `sync_share` is the device time in which nothing was computed because of the network:
+take 12 N / 20 Mbit/s each way: with 4 bits of each gradient twice as long as an epoch, so the run's codec is the sparse
+one. `sync_share` is the device time in which nothing was computed because of the network:
 between microbatches, less what the optimizer itself computed, of the wall time less contention. `overlap` is the share
 of the rounds' time in which devices computed on.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.home_links import settings
+from benchmarks.home_links import CHOSEN, settings
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.material import MODELS
 from benchmarks.home_parts.trial import HEAD, REFRESH, WORDS, Outcome, Trial, perform
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--model", choices=MODELS, default="4m")
     parser.add_argument("--target", type=int, default=4096, help="samples of an epoch")
-    parser.add_argument("--dilation", type=float, default=15, help="s of the original that 1 s stands for")
+    parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
     parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8)
@@ -67,8 +68,8 @@ def main() -> int:
     trial = Trial(
         f"{options.clients} clients, {options.reducers} public", "kit",
         [public] * options.reducers + [client] * options.clients, seconds=options.seconds, model=options.model, ratio=1,
-        target_batch_size=options.target, swarm=settings(options.swarm), epoch=options.epoch,
-        dilation=options.dilation, refresh_period=options.refresh,        real_every=options.real_every,
+        target_batch_size=options.target, swarm=CHOSEN["5_1"] | settings(options.swarm), epoch=options.epoch,
+        dilation=options.dilation, refresh_period=options.refresh, real_every=options.real_every,
     )  # fmt: skip
     print(HEAD, flush=True)
     outcome = perform(trial, options.keep)

@@ -113,6 +113,8 @@ def test_who_has_few_samples_this_time_is_not_cut_for_what_it_owes():
 class HangsUp(SwarmAllReduce):
     """A reducer that answers nobody."""
 
+    shows_answers = False
+
     async def rpc_aggregate_part(self, stream, context):
         if self.ordered_peer_ids.index(self.peer_id) == 1:
             raise ConnectionError("gone")

@@ -117,6 +117,30 @@ def test_what_most_say_counts():
     assert torch.equal(torch.cat([tensor.flatten() for tensor in ours.tensors]), VALUES)
 
 
+def test_in_a_run_that_knows_accounts_two_must_agree():
+    ours, first, second = Averager(), Averager(), Averager()
+    for averager in (first, second):
+        averager.log(held(4), VALUES)
+    accounts = {MEMBERS[0]: b"ann", MEMBERS[1]: b"ann"}
+    ours.doorkeeper = SimpleNamespace(is_open=False, account_of=accounts.get)
+    assert fetch(ours, held(4), first) is None
+    assert fetch(ours, held(4), first, second) is None, "two peers of one account"
+    accounts[MEMBERS[1]] = None
+    assert fetch(ours, held(4), first, second) is None, "nobody knows whose it is"
+    accounts[MEMBERS[1]] = b"bob"
+    assert fetch(ours, held(4), first, second) == b"round"
+
+
+def test_other_bytes_than_were_told_are_not_taken():
+    ours, theirs = Averager(), Averager()
+    theirs.log(held(4), VALUES)
+    parts = theirs._kept_answers[b"xround"]._parts
+    parts[1][0] = CODECS["none"].compress(torch.full((4,), 9.0), None)
+    with pytest.raises(ValueError):
+        fetch(ours, held(4), theirs)
+    assert not any(tensor.any() for tensor in ours.tensors)
+
+
 @pytest.mark.parametrize(
     "values", [torch.ones(12), torch.ones(10), torch.full((11,), float("nan")), torch.ones(11, dtype=torch.int64)]
 )

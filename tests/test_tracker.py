@@ -254,6 +254,16 @@ def test_who_only_attends_is_seen_at_once(peer):
         assert claim.samples_accumulated == 0 and claim.epoch == 0
 
 
+@pytest.mark.parametrize(
+    "epoch, said, looked", [(0.5, 0.25, 0.5), (10.0, 0.5, 0.5), (30.0, 1.5, 1.0), (150.0, 2.0, 2.0)]
+)
+def test_where_epochs_are_long_less_is_said_and_looked_at(peer, epoch, said, looked):
+    """At 10 Mbit/s records and looks every half second were a tenth of the line; they are over epochs of minutes."""
+    tracker = SwarmProgressTracker(peer.dht, "slow", 256, limits=Limits(256), start=False, min_refresh_period=0.5)
+    tracker._keep_pace(epoch)
+    assert (tracker.should_report_progress.period, tracker.min_refresh_period) == (said, looked)
+
+
 def test_whose_epochs_are_shorter_than_its_reports_is_seen_all_the_same(peer):
     """Whenever its record is told, its epoch has just begun and has no samples."""
     limits = Limits(256)

@@ -128,7 +128,6 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             return False
         averager, own_id = self.state_averager, self.dht.peer_id
         if averager.take_back_lone_steps():
-            self.uncertain_steps.given_up(averager.kept_until)
             self._tell_tracker_where_we_are()
         last = max(at_least or 0, self.tracker.global_epoch)
         declared, first = self._declared(), self.local_epoch
@@ -137,10 +136,11 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             name = self.grad_averager.make_up_for(averager.told, asked, self.load_state_timeout)
             if name is None:
                 break
+            if self.local_epoch == first:
+                self.uncertain_steps.given_up(kept_until=first)  # it began with what we hold: that is the swarm's
             averager.round_name, averager.makes_no_step = name, not self._something_came()
             self._load_averaged_gradients_into_optimizer_()
             averager.step(increment_epoch=True, optimizer_step=True)
-            self.uncertain_steps.shared()  # what we held before it, that is
             self.made_up_for += 1
         # the last round may be under way still, and we in time for the next
         if self.local_epoch == first or self.local_epoch < (at_least or last - 1):

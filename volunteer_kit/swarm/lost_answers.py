@@ -9,9 +9,10 @@ member has them to give; and what none of them has, all go without.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,9 +24,11 @@ RECOVERY = 0.5  # of an exchange's time, that more may be taken for it
 ASKING = 0.5  # of that, in which others tell how many they have; they may still be waiting themselves
 MARGIN = 0.05  # of it, before the round would be given up
 AT_ONCE = 4  # parts on their way
+PART_PATIENCE = 30.0  # s for one part; 512 kB take 20 on a busy line of 1 Mbit/s
 NO_TIMEOUT = 10.0  # s; of rounds that may take as long as they like
 
 
+DIGEST_SIZE = 16
 Take = Callable[[runtime_pb2.Tensor], Awaitable[None]]
 
 
@@ -64,6 +67,10 @@ class GivenAnswers:
         """Parts that came of each reducer."""
         return [len(parts) for parts in self._parts]
 
+    def digest(self) -> bytes:
+        """Of all that came, in order."""
+        return digest_of(message for parts in self._parts for message in parts)
+
     @property
     def num_bytes(self) -> int:
         return sum(len(message.buffer) for parts in self._parts for message in parts)
@@ -74,6 +81,13 @@ class GivenAnswers:
             return None
         self._shown[asker] += 1
         return self._parts[reducer][part]
+
+
+def digest_of(messages: Iterable[runtime_pb2.Tensor]) -> bytes:
+    hasher = hashlib.blake2b(digest_size=DIGEST_SIZE)
+    for message in messages:
+        hasher.update(message.buffer)
+    return hasher.digest()
 
 
 class AnswersKept:
@@ -127,7 +141,7 @@ class Asking:
         self._about, self._stubs = (exchange_id, reducer), stubs
         self.entered: int | None = None  # parts of ours that the reducer has taken in, as it says
 
-    async def most(self, total: int, seconds: float) -> tuple[int, list[PeerID]]:
+    async def most(self, total: int, seconds: float) -> tuple[int, set[PeerID]]:
         """How many parts members have at most, and who has so many; at once when one has all.
 
         :param total: parts that the reducer was to answer
@@ -155,10 +169,10 @@ class Asking:
             for task in asked:
                 task.cancel()
         best = max(found.values(), default=0)
-        return best, [peer for peer, have in found.items() if have == best]
+        return best, {peer for peer, have in found.items() if have == best}
 
-    async def parts(self, first: int, last: int, sources: Sequence[PeerID]) -> AsyncIterator[runtime_pb2.Tensor]:
-        """Those from `first` to before `last`, until one cannot be had."""
+    async def parts(self, first: int, last: int, sources: set[PeerID]) -> AsyncIterator[runtime_pb2.Tensor]:
+        """Those from `first` to before `last`, until one cannot be had. Who does not give one is no source any more."""
         for start in range(first, last, AT_ONCE):
             wanted = range(start, min(last, start + AT_ONCE))
             for message in await asyncio.gather(*(self._part(part, sources) for part in wanted)):
@@ -166,12 +180,14 @@ class Asking:
                     return
                 yield message
 
-    async def _part(self, part: int, sources: Sequence[PeerID]) -> runtime_pb2.Tensor | None:
-        for peer in random.sample(sources, len(sources)):  # not all askers the same one
+    async def _part(self, part: int, sources: set[PeerID]) -> runtime_pb2.Tensor | None:
+        for peer in random.sample(sorted(sources), len(sources)):  # not all askers the same one
             with suppress(Exception):
-                answer = await self._stubs[peer].rpc_show_answer(self._request(part))
+                asked = self._stubs[peer].rpc_show_answer(self._request(part))
+                answer = await asyncio.wait_for(asked, PART_PATIENCE)
                 if answer.tensor_part.buffer:
                     return answer.tensor_part
+            sources.discard(peer)
         return None
 
     def _request(self, *wanted: Any) -> averaging_pb2.DownloadData:

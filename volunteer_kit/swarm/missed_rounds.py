@@ -2,13 +2,16 @@
 
 Who misses a round, or was away for some, lacks a few averages, which are as large as the codec makes them: 2.4 MB each
 where the state has 500 MB and more. At 5/1 Mbit/s that is a minute in place of an hour, on the lines of those who give
-it as well. Steps from equal states by equal averages are equal, so what comes out is what all others hold; who was told
-a false average is apart after that, as who was given a false state, and sees it by what the others declare.
+it as well. Steps from equal states by equal averages are equal, so what comes out is what all others hold.
+
+Members tell a digest of the averages, and most accounts are believed; where the run knows accounts, two must agree, or
+one donor could lead us anywhere. The bytes themselves may then come from anybody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -25,11 +28,13 @@ from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm.agreement import Told, read_told
 from volunteer_kit.swarm.held_parts import read_values
-from volunteer_kit.swarm.lost_answers import AnswersKept, Asking, GivenAnswers
+from volunteer_kit.swarm.lost_answers import DIGEST_SIZE, AnswersKept, Asking, GivenAnswers
+from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE
 
 logger = get_logger(__name__)
 MAX_ROUNDS, MAX_BYTES = 64, 64 * 2**20  # that one peer keeps, and one round at least, whatever its size
 ASKED = 5  # members at once
+LEAST_ACCOUNTS = 2  # that tell the same, in a run that knows accounts
 PATIENCE = 10.0  # s, for their answers
 MAX_NAME = 4096  # bytes of what a round is called
 
@@ -42,6 +47,7 @@ class Logged:
     before: Told
     name: bytes
     counts: tuple[int, ...]
+    digest: bytes
     num_bytes: int
 
 
@@ -60,7 +66,7 @@ class RoundsLogged(AnswersKept):
             self._forget()  # they led to a state that the monitor has given up
         answers.is_logged = True
         self._kept_answers[exchange_id] = answers
-        self._log.append(Logged(exchange_id, told, name, tuple(answers.counts), answers.num_bytes))
+        self._log.append(Logged(exchange_id, told, name, tuple(answers.counts), answers.digest(), answers.num_bytes))
         while len(self._log) > 1 and (len(self._log) > MAX_ROUNDS or sum(r.num_bytes for r in self._log) > MAX_BYTES):
             self._kept_answers.pop(self._log.popleft().exchange_id, None)
 
@@ -76,12 +82,12 @@ class RoundsLogged(AnswersKept):
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
         """`metadata`: what the asker holds, as it is told in rounds -> [exchange id, the round's name, parts of each
-        reducer] of the round that began with that; its parts by rpc_show_answer."""
+        reducer, digest] of the round that began with that; its parts by rpc_show_answer."""
         self.doorkeeper.check(context.remote_id, "show_answer")
         held = read_told(msgpack.unpackb(request.metadata, raw=False))
         for logged in reversed(self._log):
             if held is not None and logged.before.is_same(held):
-                told = [logged.exchange_id, logged.name, logged.counts]
+                told = [logged.exchange_id, logged.name, logged.counts, logged.digest]
                 return averaging_pb2.DownloadData(metadata=msgpack.packb(told))
         return averaging_pb2.DownloadData(metadata=b"lacks")
 
@@ -120,36 +126,45 @@ class RoundsLogged(AnswersKept):
 
         told = await asyncio.gather(*map(ask, stubs), return_exceptions=True)
         said = {peer: one for peer, one in zip(stubs, told, strict=True) if isinstance(one, tuple)}
-        if not said:
+        chosen = self._what_most_accounts_say(said)
+        if chosen is None:
             return None
-        (chosen, _), *_ = Counter(said.values()).most_common(1)
-        exchange_id, name, counts = chosen
-        sources = [peer for peer, one in said.items() if one == chosen]
-        values, size = [], 0
+        exchange_id, name, counts, digest = chosen
+        sources = {peer for peer, one in said.items() if one == chosen}
+        values, size, hasher = [], 0, hashlib.blake2b(digest_size=DIGEST_SIZE)
         for reducer, count in enumerate(counts):
             asking = Asking(exchange_id, reducer, {peer: stubs[peer] for peer in sources})
             async for message in asking.parts(0, count, sources):
                 await self.traffic.receive(len(message.buffer))
+                hasher.update(message.buffer)
                 part = (await asyncio.to_thread(read_values, message)).reshape(-1)
                 values.append(part)
                 size += part.numel()
                 if size > self.total_size or not part.is_floating_point() or not torch.isfinite(part).all():
                     raise ValueError(f"{len(values)} parts that cannot be this round's")
-        if size != self.total_size:
-            raise ValueError(f"{size} values of {self.total_size}")
+        if size != self.total_size or hasher.digest() != digest:
+            raise ValueError(f"{size} values of {self.total_size}, or others than were told")
         vector = torch.cat(values)
         async with enter_asynchronously(self.get_tensors()) as tensors:
             for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         return name
 
+    def _what_most_accounts_say(self, said: dict[PeerID, tuple]) -> tuple | None:
+        """None: nobody says anything, or, in a run that knows accounts, nobody but one."""
+        accounts = {(self.doorkeeper.account_of(peer), told) for peer, told in said.items()}
+        votes = Counter(told for account, told in accounts if account is not None).most_common(1)
+        least = 1 if self.doorkeeper.is_open else LEAST_ACCOUNTS
+        return votes[0][0] if votes and votes[0][1] >= least else None
 
-def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...]] | None:
+
+def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...], bytes] | None:
     """A stranger's words of one round; None: it has none, or none that could be."""
     if metadata == b"lacks":
         return None
-    exchange_id, name, counts = msgpack.unpackb(metadata, raw=False)
-    fine = type(exchange_id) is bytes and type(name) is bytes and len(name) <= MAX_NAME and type(counts) is list
+    exchange_id, name, counts, digest = msgpack.unpackb(metadata, raw=False)
+    fine = all(type(word) is bytes and len(word) <= MAX_NAME for word in (exchange_id, name, digest))
+    fine = fine and type(counts) is list and len(counts) <= MAX_GROUP_SIZE
     if not fine or not all(type(count) is int and 0 <= count < 2**20 for count in counts):
         return None
-    return exchange_id, name, tuple(counts)
+    return exchange_id, name, tuple(counts), digest
