@@ -1,5 +1,5 @@
-"""Steps of ours that are nobody else's, though others are here: who missed a round took one, or who came to one of
-another epoch. They are taken back."""
+"""Steps of ours that may be nobody else's, though others are here: who missed a round took one, or who came to one of
+another epoch; and where not all met, the others may have met elsewhere. If they prevail, such steps are taken back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LoneSteps:
     made up for; from a model that nobody else has, nothing can but to download a state.
     """
 
-    steps_alone = False  # the step to come is nobody else's: the optimizer sets it
+    steps_alone = False  # the step to come may be nobody else's: the optimizer sets it
     _before_lone_steps: tuple[dict, list[torch.Tensor]] | None = None
 
     def _note_before_step(self) -> None:
