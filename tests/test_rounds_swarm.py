@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
@@ -53,8 +54,8 @@ def test_a_peer_that_is_gone_before_the_round_leaves_no_group(tmp_path):
 
 
 def is_broken(event: dict) -> bool:
-    """A round of three that lacks something."""
-    return event["event"] == "epoch" and event["group_size"] == 3 and event["received"] < 1
+    """A round that lacks something."""
+    return event["event"] == "epoch" and event["group_size"] > 1 and event["received"] < 1
 
 
 @pytest.mark.parametrize("attack, cause", [("die", "peer_lost"), ("stall", "timeout")])
@@ -65,12 +66,12 @@ def test_a_peer_that_dies_or_stalls_in_the_middle(tmp_path, attack, cause):
         for peer in others:  # hold the same by then: who is apart in the round has another cause
             peer.wait_for(lambda e: e["event"] == "epoch" and e["group_size"] == 2 and e["cause"] is None)
         for _ in range(ATTEMPTS):  # on a busy machine its second round may be with one of them alone
-            victim, before = swarm.add(attack=attack, **STEADY), [len(peer.events) for peer in others]
-            victim.wait_epoch(1)
-            for peer, known in zip(others, before, strict=True):
-                peer.wait_for(lambda e, new=known, p=peer: e["event"] == "epoch" and p.events.index(e) >= new + 6)
-            if all(any(map(is_broken, peer.events)) for peer in others):
+            victim = swarm.add(attack=attack, **STEADY)
+            with suppress(AssertionError):
+                for peer in others:
+                    peer.wait_for(is_broken, timeout=40.0)
                 break
+            victim.kill()
         for peer in others:
             failed = next(filter(is_broken, peer.events))
             assert failed["cause"] == cause, peer.story()
