@@ -12,43 +12,39 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from types import MappingProxyType
 from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
-import torch
-from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
 from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.compression import CompressionBase
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
+from hivemind.proto import averaging_pb2
+from hivemind.utils.asyncio import amap_in_executor
 
 from volunteer_kit.robust.bounds import NORM_BOUND
-from volunteer_kit.swarm.failures import PEER_LOST, TIMEOUT, TIMEOUTS, cause_of_loss
+from volunteer_kit.swarm.awaited_answers import AwaitedAnswers
+from volunteer_kit.swarm.failures import PEER_LOST, TIMEOUT, TIMEOUTS
 from volunteer_kit.swarm.held_parts import (
     HeldPartReducer,
     Reduce,
     RefusedPart,
-    check_average,
     read_values,
     reason_to_refuse,
     size_of,
 )
 from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.line_speed import Answers
-from volunteer_kit.swarm.lost_answers import MARGIN, NO_TIMEOUT, RECOVERY, Asking, GivenAnswers, fetch
-from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, ToldOtherwise, is_split
+from volunteer_kit.swarm.told_group import LED_APART, OTHER_GROUP, LedApart, is_split
 from volunteer_kit.swarm.traffic import Traffic
 
-# of a round's time: from when on nobody may keep the others waiting as long as it likes, until when all parts shall be
-# in, and until when a reducer's last answer is awaited. A line that takes 0.9 of it at an even pace is never cut
-LENIENT, ALL_SENT, ALL_ANSWERED = 0.5, 0.9, 0.96
+# of a round's time: from when on nobody may keep the others waiting as long as it likes, and until when all parts shall
+# be in; after that the last answers have time (ALL_ANSWERED). A line that takes 0.9 of it at an even pace is never cut
+LENIENT, ALL_SENT = 0.5, 0.9
 GRACE = 0.03  # of it, for all parts together, when there is no time left; a part may be here and not read yet
 TOO_SLOW = "parts so late that the others could not have ended in time"
 
 
-class SwarmAllReduce(AllReduceRunner):
+class SwarmAllReduce(AwaitedAnswers):
     """hivemind's runner with checked parts, held reduction and equal answers. It yields averages, not differences.
 
     :param reduce: the reduction rule
@@ -61,8 +57,6 @@ class SwarmAllReduce(AllReduceRunner):
     :param round_timeout: s after which the round is given up; who is slower than that costs its own samples, or its
         slice, and not the round. None: there is no such time
     """
-
-    fetches_lost_answers = True
 
     def __init__(
         self,
@@ -84,11 +78,9 @@ class SwarmAllReduce(AllReduceRunner):
         self.began, self._round_timeout = time.monotonic(), round_timeout
         self.traffic = traffic or Traffic()
         self.outgoing = Answers(sum(peer != self.peer_id for peer in self.sender_peer_ids), self.traffic.speed.note)
-        self.answered_after: dict[PeerID, float] = {}  # s until a reducer's last answer
         self.too_slow: set[PeerID] = set()  # senders left out for it
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
-        self.failed_reducers: list[PeerID] = []  # that have not answered us all that they should
         self._losses: dict[PeerID, str] = {}  # members that stayed silent or are gone; the first cause
         self.otherwise: set[PeerID] = set()  # members that were told another group than we were
         self.bytes_sent = self.bytes_received = 0
@@ -103,12 +95,7 @@ class SwarmAllReduce(AllReduceRunner):
             codec=compression,
             left_over=None if share is None else share.take_slice(self.parts_for_local_averaging),
         )
-        sizes = [[part.numel() for part, _ in parts] for parts in container._input_parts_by_peer]
-        firsts = accumulate(map(sum, sizes), initial=0)
-        self._places = [list(accumulate(parts, initial=first)) for first, parts in zip(firsts, sizes, strict=False)]
-        self.answers = GivenAnswers(self.ordered_peer_ids, index, self.recovery_seconds)
-        self.lost_places: list[range] = []  # in the vector of all values: what we sent of them has not entered
-        self.missing: list[PeerID] = []  # reducers of which nobody had all answers
+        self._await_answers()
 
     @property
     def received(self) -> float:
@@ -161,10 +148,6 @@ class SwarmAllReduce(AllReduceRunner):
                 message = averaging_pb2.AveragingData(code=OTHER_GROUP)
             yield message
 
-    def _seconds_until(self, share: float) -> float | None:
-        """Of the round's time; None: there is no such time."""
-        return None if self._round_timeout is None else self.began + share * self._round_timeout - time.monotonic()
-
     async def _handle_missing_senders(self) -> None:
         await asyncio.gather(super()._handle_missing_senders(), self._drop_laggards())
 
@@ -190,77 +173,6 @@ class SwarmAllReduce(AllReduceRunner):
                 self.too_slow.add(sender)
                 await self._ban_sender(sender)
 
-    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
-        peer_index = self.ordered_peer_ids.index(peer_id)
-        try:
-            if peer_id == self.peer_id:
-                await self._reduce_own_parts()
-                return
-            await asyncio.wait_for(self._exchange_with(peer_id, peer_index), self._seconds_until(ALL_ANSWERED))
-        except BaseException as e:
-            if peer_id == self.peer_id:
-                raise
-            if isinstance(e, ToldOtherwise):
-                await self.told_otherwise(peer_id)
-            self.failed_reducers.append(peer_id)
-            if cause := cause_of_loss(e):
-                self._losses.setdefault(peer_id, cause)
-            self.answers.end(peer_index)
-            answered = entered = self.tensor_part_container._outputs_registered_by_peer[peer_index]
-            if isinstance(e, Exception) and not isinstance(e, ToldOtherwise) and self.fetches_lost_answers:
-                entered = max(answered, await self._fetch_from_others(peer_index))
-            places, container = self._places[peer_index], self.tensor_part_container
-            self.lost_places.append(range(places[min(entered, len(places) - 1)], places[-1]))
-            if not container.finished.is_set():
-                if container._outputs_registered_by_peer[peer_index] < container.num_parts_by_peer[peer_index]:
-                    self.missing.append(peer_id)
-                container.register_failed_reducer(peer_index)
-            raise
-        finally:
-            if peer_id == self.peer_id:
-                self.answers.entered = self.tensor_part_reducer.parts_given(self.sender_peer_ids)
-            self.answers.end(peer_index)
-
-    @property
-    def recovery_seconds(self) -> float:
-        """That may be taken for answers that did not come, beyond the round's time."""
-        return NO_TIMEOUT if self._round_timeout is None else RECOVERY * self._round_timeout
-
-    async def _fetch_from_others(self, reducer: int) -> int:
-        """Of one reducer's answers those that others have. :returns: parts of ours that it says have entered."""
-        container, gone = self.tensor_part_container, self._losses.get(self.ordered_peer_ids[reducer])
-        members = zip(self.ordered_peer_ids, self.modes, strict=True)
-        asked = {peer for peer, mode in members if mode == AveragingMode.NODE} - {self.peer_id} - self.otherwise
-        if gone == TIMEOUT:
-            asked.discard(self.ordered_peer_ids[reducer])
-        shapes = [part.shape for part, _ in container._input_parts_by_peer[reducer]]
-        have, left = container._outputs_registered_by_peer[reducer], self._seconds_until(1 + RECOVERY - MARGIN)
-        asking = Asking(self.group_id, reducer, {peer: self._get_peer_stub(peer) for peer in asked})
-
-        async def take(message: runtime_pb2.Tensor) -> None:
-            nonlocal have
-            self.bytes_received += len(message.buffer)
-            await self.traffic.receive(len(message.buffer))
-            average = await asyncio.to_thread(read_values, message)
-            check_average(average, shapes[have], self.ordered_peer_ids[reducer])
-            if not container.finished.is_set():
-                container.register_processed_part(reducer, have, average)
-                self.answers.note(reducer, message)
-                have += 1
-
-        with contextlib.suppress(Exception):  # what cannot be had, or read, is lost
-            seconds = self.recovery_seconds if left is None else min(left, self.recovery_seconds)
-            await fetch(asking, have, len(shapes), seconds, take)
-        return asking.entered or 0
-
-    async def _exchange_with(self, peer_id: PeerID, peer_index: int) -> None:
-        done_sending = asyncio.Event()
-        inputs = attach_event_on_finished(self._count_sent(self._generate_input_for_peer(peer_index)), done_sending)
-        stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(inputs)
-        if self.should_delay_results(self.peer_id):
-            await done_sending.wait()
-        await self._receive_averages(peer_id, peer_index, stream)
-
     def _limits_of(self, sender: PeerID) -> tuple[float, float | None]:
         """Of a member that is out of step nothing counts, and it may have been at its epoch for long."""
         return self.max_weight, None if sender in self.out_of_step else self.weight_limit(sender)
@@ -283,38 +195,6 @@ class SwarmAllReduce(AllReduceRunner):
                 )
             self.answers.note(peer_index, answer)
             self.tensor_part_container.register_processed_part(peer_index, part_index, average)
-
-    async def _receive_averages(self, peer_id: PeerID, peer_index: int, stream: AsyncIterator) -> None:
-        shapes = [part.shape for part, _ in self.tensor_part_container._input_parts_by_peer[peer_index]]
-        part_index = 0
-
-        def decode(message: averaging_pb2.AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor]:
-            if message.code == OTHER_GROUP:
-                raise ToldOtherwise(f"{peer_id} was told another group")
-            if message.code != averaging_pb2.AVERAGED_PART:
-                raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
-            self.bytes_received += size_of(message)
-            return read_values(message.tensor_part), message.tensor_part
-
-        async for average, answer in amap_in_executor(
-            decode,
-            self.traffic.received(aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout), size_of),
-            max_prefetch=self.tensor_part_container.prefetch,
-        ):
-            check_average(average, shapes[part_index], peer_id)
-            self.answers.note(peer_index, answer)
-            self.tensor_part_container.register_processed_part(peer_index, part_index, average)
-            part_index += 1
-        if part_index != len(shapes):
-            raise ConnectionError(f"{peer_id} answered {part_index} parts of {len(shapes)}")
-        self.answered_after[peer_id] = time.monotonic() - self.began
-        await stream.aclose()  # the answering side waits for it: see admitted_averager.LINGER
-
-    async def _count_sent(self, messages: AsyncIterator) -> AsyncIterator:
-        async for message in messages:
-            self.bytes_sent += size_of(message)
-            await self.traffic.send(size_of(message))
-            yield message
 
     async def _accumulate_parts_streaming(self, stream: AsyncIterator, sender_index: int) -> AsyncIterator:
         sender, reducer = self.sender_peer_ids[sender_index], self.tensor_part_reducer
@@ -350,15 +230,6 @@ class SwarmAllReduce(AllReduceRunner):
         finally:
             if part_index != reducer.num_parts:
                 await self._ban_sender(sender)
-
-
-async def _first(stream: AsyncIterator, count: int) -> AsyncIterator:
-    """`count` messages at most, without asking for one more."""
-    for _ in range(count):
-        try:
-            yield await anext(stream)
-        except StopAsyncIteration:
-            return
 
 
 def _retire(reducer) -> None:
