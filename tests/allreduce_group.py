@@ -47,13 +47,22 @@ class Stub:
         context = P2PContext("test", self.runner.peer_id, self.caller.peer_id)
         return pumped(self.runner.rpc_aggregate_part(pumped(requests), context))
 
+    async def rpc_count_answers(self, request):
+        return await self._server().rpc_count_answers(request, self._context())
+
     async def rpc_show_answer(self, request):
+        return await self._server().rpc_show_answer(request, self._context())
+
+    def _context(self) -> P2PContext:
+        return P2PContext("test", self.runner.peer_id, self.caller.peer_id)
+
+    def _server(self) -> AnswersKept:
         if not getattr(self.runner, "shows_answers", True):
             raise ConnectionError("gone")
         server = AnswersKept()
         server.traffic, server.doorkeeper = self.runner.traffic, Admission()
         server._kept_answers = {self.runner.group_id: self.runner.answers}
-        return await server.rpc_show_answer(request, P2PContext("test", self.runner.peer_id, self.caller.peer_id))
+        return server
 
 
 def pumped(messages):

@@ -29,6 +29,7 @@ QUESTIONS = {  # call of one message -> what it asks: about a state and a round 
     "rpc_get_told": [0, 1],
     "rpc_tell": [b"none", 0, True],
     "rpc_show_part": [b"none", b"nobody", 0],
+    "rpc_count_answers": [b"none", 0, 0],
     "rpc_show_answer": [b"none", 0, 0],
 }
 

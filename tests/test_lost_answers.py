@@ -149,12 +149,12 @@ def server() -> AnswersKept:
     return server
 
 
-def ask(server: AnswersKept, *wanted, asker: PeerID = MEMBERS[2]) -> averaging_pb2.DownloadData:
+def ask(server: AnswersKept, *wanted, asker=MEMBERS[2], call="rpc_show_answer") -> averaging_pb2.DownloadData:
     class Context:
         remote_id = asker
 
     request = averaging_pb2.DownloadData(metadata=msgpack.packb(list(wanted)))
-    return asyncio.run(server.rpc_show_answer(request, Context))
+    return asyncio.run(getattr(server, call)(request, Context))
 
 
 def test_who_may_ask_and_how_often():
@@ -173,8 +173,12 @@ def test_who_may_ask_and_how_often():
     for wanted in ((b"other", 1, 0), (b"round", 1, 3), (b"round", 1, -1), (b"round", 3, 0), (b"round", -1, 0)):
         assert ask(kept, *wanted).metadata == b"lacks"
     assert ask(kept, b"round", 1, 0, asker=MEMBERS[3]).metadata == b"lacks", "it was not in the group"
-    assert msgpack.unpackb(ask(kept, b"round", 1, 60.0, None).metadata) == [3, None], "it does not wait for ever"
-    assert msgpack.unpackb(ask(kept, b"round", 0, 0.0, None).metadata) == [0, 2], "of our own slice we know"
+    count = {"call": "rpc_count_answers"}
+    assert msgpack.unpackb(ask(kept, b"round", 1, 60.0, **count).metadata) == [3, None], "it does not wait for ever"
+    assert msgpack.unpackb(ask(kept, b"round", 0, 0.0, **count).metadata) == [0, 2], "of our own slice we know"
+    for patience in (float("nan"), -1.0):
+        assert ask(kept, b"round", 1, patience, **count).metadata == b"lacks"
+    assert ask(kept, b"round", 1, 1.0, asker=MEMBERS[3], **count).metadata == b"lacks"
     shown = [bool(ask(kept, b"round", 1, 0).tensor_part.buffer) for _ in range(4)]
     assert shown == [True, True, False, False], "as many as there are, all told"
 

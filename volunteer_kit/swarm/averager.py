@@ -286,7 +286,8 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)
-        self._keep_answers(group_id, runner.answers, self._allreduce_timeout)
+        if runner.fetches_lost_answers:
+            self._keep_answers(group_id, runner.answers, self._allreduce_timeout)
         averages = await self._averages_of(runner)
         if share is not None:
             share.settle(runner.lost_places, sum(runner.weights.values()), self.peer_id not in runner.refused)

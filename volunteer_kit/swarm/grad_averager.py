@@ -89,8 +89,8 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
             self._left_over.forget()
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
-        self.sought = self.expected_group_size
         """A group that is looked for early waits for who is expected until the epoch is due, at least."""
+        self.sought = self.expected_group_size
         if scheduled_time is None:
             now = get_dht_time()
             scheduled_time = max(now, min(self.due, now + self.matchmaking_kwargs["min_matchmaking_time"]))

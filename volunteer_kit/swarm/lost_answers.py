@@ -109,26 +109,37 @@ class AnswersKept:
         if not self._kept_answers[exchange_id].is_logged:
             del self._kept_answers[exchange_id]
 
+    async def rpc_count_answers(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        """`metadata`: [exchange id, reducer, s to wait for the end of our own exchange with it] -> [parts that it
+        answered us, parts of the asker's that have entered, None if we do not know]."""
+        self.doorkeeper.check(context.remote_id, "show_answer")
+        exchange_id, reducer, patience = msgpack.unpackb(request.metadata, raw=False)
+        answers = self._answers_for(context.remote_id, exchange_id, reducer)
+        if answers is None or not patience >= 0:  # NaN is no time at all
+            return averaging_pb2.DownloadData(metadata=b"lacks")
+        told = await answers.count(context.remote_id, reducer, float(patience))
+        return averaging_pb2.DownloadData(metadata=msgpack.packb(told))
+
     async def rpc_show_answer(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
-        """`metadata`: [exchange id, reducer, part] -> `tensor_part`: what that reducer answered us; or
-        [exchange id, reducer, s to wait, None] -> `metadata`: [parts that it answered us, parts of the asker's that
-        have entered, None if we do not know]."""
+        """`metadata`: [exchange id, reducer, part] -> `tensor_part`: what that reducer answered us."""
         self.doorkeeper.check(context.remote_id, "show_answer")
-        exchange_id, reducer, wanted, *is_count = msgpack.unpackb(request.metadata, raw=False)
-        answers, asker = self._kept_answers.get(exchange_id), context.remote_id
-        may_ask = answers is not None and (answers.is_logged or asker in answers.members)
-        if not may_ask or not 0 <= reducer < len(answers.members):
-            return averaging_pb2.DownloadData(metadata=b"lacks")
-        if is_count:
-            told = await answers.count(asker, reducer, float(wanted))
-            return averaging_pb2.DownloadData(metadata=msgpack.packb(told))
-        shown = answers.show(asker, reducer, wanted)
+        exchange_id, reducer, part = msgpack.unpackb(request.metadata, raw=False)
+        answers = self._answers_for(context.remote_id, exchange_id, reducer)
+        shown = answers.show(context.remote_id, reducer, part) if answers is not None else None
         if shown is None:
             return averaging_pb2.DownloadData(metadata=b"lacks")
         await self.traffic.send(len(shown.buffer))
         return averaging_pb2.DownloadData(tensor_part=shown)
+
+    def _answers_for(self, asker: PeerID, exchange_id: bytes, reducer: int) -> GivenAnswers | None:
+        """None: there are none of such a round, or they are not for this asker."""
+        answers = self._kept_answers.get(exchange_id)
+        may_ask = answers is not None and (answers.is_logged or asker in answers.members)
+        return answers if may_ask and 0 <= reducer < len(answers.members) else None
 
 
 class Asking:
@@ -148,7 +159,7 @@ class Asking:
         """
 
         async def ask(peer: PeerID) -> tuple[PeerID, int]:
-            answer = await self._stubs[peer].rpc_show_answer(self._request(0.9 * seconds, None))
+            answer = await self._stubs[peer].rpc_count_answers(self._request(0.9 * seconds))
             have, entered = msgpack.unpackb(answer.metadata, raw=False)
             if type(entered) is int and entered >= 0:
                 self.entered = entered
@@ -190,8 +201,8 @@ class Asking:
             sources.discard(peer)
         return None
 
-    def _request(self, *wanted: Any) -> averaging_pb2.DownloadData:
-        return averaging_pb2.DownloadData(metadata=msgpack.packb([*self._about, *wanted]))
+    def _request(self, wanted: float) -> averaging_pb2.DownloadData:
+        return averaging_pb2.DownloadData(metadata=msgpack.packb([*self._about, wanted]))
 
 
 async def fetch(asking: Asking, have: int, total: int, seconds: float, take: Take) -> None:

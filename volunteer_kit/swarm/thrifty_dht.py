@@ -42,20 +42,16 @@ class ThriftyDHTNode(DHTNode):
     async def find_nearest_nodes(
         self,
         queries: Collection[DHTID],
-        k_nearest: int | None = None,
-        beam_size: int | None = None,
-        num_workers: int | None = None,
+        *,
         node_to_peer_id: dict[DHTID, PeerID] | None = None,
         exclude_self: bool = False,
         found_callback: Found | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> dict[DHTID, dict[DHTID, PeerID]]:
         """hivemind's, for a store (which has a `found_callback`) without looking where it has just been found."""
-        options = {"k_nearest": k_nearest, "beam_size": beam_size, "num_workers": num_workers, **kwargs}
+        options |= {"node_to_peer_id": node_to_peer_id, "exclude_self": exclude_self}
         if found_callback is None or node_to_peer_id is None:
-            return await super().find_nearest_nodes(
-                queries, node_to_peer_id=node_to_peer_id, exclude_self=exclude_self, **options
-            )
+            return await super().find_nearest_nodes(queries, **options)
         known, unknown, again = self._nearest, [], []
 
         async def note(query: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
@@ -73,23 +69,11 @@ class ThriftyDHTNode(DHTNode):
             else:
                 node_to_peer_id.update(alive)
                 again.append(found_callback(query, list(alive), set(alive)))
-        looked, *_ = await asyncio.gather(
-            super().find_nearest_nodes(
-                unknown, node_to_peer_id=node_to_peer_id, exclude_self=exclude_self, found_callback=note, **options
-            ),
-            *again,
-        )
+        looked, *_ = await asyncio.gather(super().find_nearest_nodes(unknown, found_callback=note, **options), *again)
         return looked
 
-    async def get_many_by_id(
-        self,
-        key_ids: Collection[DHTID],
-        sufficient_expiration_time: float | None = None,
-        num_workers: int | None = None,
-        beam_size: int | None = ASKED,
-        **kwargs: Any,
-    ) -> dict[DHTID, Any]:
-        return await super().get_many_by_id(key_ids, sufficient_expiration_time, num_workers, beam_size, **kwargs)
+    async def get_many_by_id(self, key_ids: Collection[DHTID], *args: Any, **kwargs: Any) -> dict[DHTID, Any]:
+        return await super().get_many_by_id(key_ids, *args, **{"beam_size": ASKED, **kwargs})
 
 
 class TimedDHTProtocol(DHTProtocol):
