@@ -130,9 +130,8 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
         if averager.take_back_lone_steps():
             self._tell_tracker_where_we_are()
         last = max(at_least or 0, self.tracker.global_epoch)
-        declared, first = self._declared(), self.local_epoch
-        while self.local_epoch < last:
-            asked = donors or [peer for peer, one in declared.items() if one.epoch > self.local_epoch]
+        first, asked = self.local_epoch, list(donors or self._declared())
+        while True:  # to the last that they have: a quick swarm is a round farther when we have the one we asked for
             name = self.grad_averager.make_up_for(averager.told, asked, self.load_state_timeout)
             if name is None:
                 break
