@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -96,7 +97,9 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         self._remarks = {}
         self._matchmaking.schema_hash = under_order(self.schema_hash, self.order)
         self._matchmaking.target_group_size = self.expected_group_size if self.expected_group_size > 1 else None
-        self._matchmaking.on_following = lambda follows: setattr(self._follows, "value", follows)
+        self._matchmaking.awaited_group_size = lambda: self.awaited_group_size
+        self._last_in_a_group.value = -math.inf
+        self._matchmaking.on_group = lambda: setattr(self._last_in_a_group, "value", time.monotonic())
         step._data_for_gather = self.pace.told(step.data_for_gather)
         woken = step.wait_for_cancel
 

@@ -18,11 +18,12 @@ from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.receipts import Reduced
 from volunteer_kit.swarm.round import Round
-from volunteer_kit.swarm.told_group import LED_APART
+from volunteer_kit.swarm.told_group import LED_APART, LONGEST
 from volunteer_kit.swarm.uncertain import UncertainSteps
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
-GROUP_PATIENCE = 2.5  # matchmaking times that a peer looks for its group before it concludes that it missed it
+GROUP_PATIENCE = 2.5  # learnt patiences that a peer looks for its group before it concludes that it missed it
+IN_ALL = 5.0  # matchmaking times, if it was in groups meanwhile: a leader waits two of them, and may have stopped
 AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a follower
 OTHER_MODEL = "our model was not the others'"
 ON_PROBATION = "they are computed again by others first, and are credited when they were found right"
@@ -49,6 +50,11 @@ class SwarmOptimizer(VerifyingOptimizer):
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
         self._begin_verifying()
         super().__init__(peer=peer, options=options, **parts)
+        self.tracker.on_look = self._say_who_is_awaited
+
+    def _say_who_is_awaited(self) -> None:
+        for averager in (self.grad_averager, self.state_averager):
+            averager.awaited_group_size = 1 + len(self.tracker.awaited)
 
     def settle(self, patience: float = 0.0) -> str:
         held = super().settle(patience)
@@ -263,9 +269,9 @@ class SwarmOptimizer(VerifyingOptimizer):
         the others have gone on without us, and what is left is to follow them.
 
         Where groups come together faster than the run allows for, nobody is looked for as long either; but who waits in
-        a group waits on, for its leader may have seen less of them and wait a whole matchmaking_time.
+        a group waits on, for its leader awaits others, and when it has lost its leader looks for another.
         """
-        most = GROUP_PATIENCE * self.matchmaking_time
+        most = IN_ALL * self.matchmaking_time
         began, seconds = time.monotonic(), max(self.matchmaking_time, GROUP_PATIENCE * self.grad_averager.patience)
         while True:
             try:
@@ -275,9 +281,14 @@ class SwarmOptimizer(VerifyingOptimizer):
                     return control.result(self.averaging_timeout)
                 most -= time.monotonic() - began
                 began, seconds = time.monotonic(), AGAIN * self.matchmaking_time
-                if most <= 0 or not self.grad_averager.is_following:
+                alone = self.grad_averager.without_group > self.matchmaking_time
+                if most <= 0 or (alone and not self._are_others_on_their_way(IN_ALL * self.matchmaking_time - most)):
                     control.cancel()
                     raise
+
+    def _are_others_on_their_way(self, waited: float) -> bool:
+        """Are they still in the last round, that we have behind us? Not for longer than they would wait for us."""
+        return waited < LONGEST * self.matchmaking_time and bool(self.tracker.awaited & self.tracker.behind)
 
     def _finish_report(
         self, report: dict[str, Any], outcome: Round, failure: str | None, cause: str | None = None

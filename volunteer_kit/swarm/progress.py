@@ -21,6 +21,7 @@ from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainin
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 
+from volunteer_kit.swarm.attendance import Attendance
 from volunteer_kit.swarm.believed_progress import Claims, believed_samples
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.records import MAX_EPOCH, read_record
@@ -149,6 +150,8 @@ class SwarmProgressTracker(ProgressTracker):
         self.highest_claim = 0  # epoch that somebody claims, believed or not
         self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
         self.num_late = 0  # of these, who will not be in the next round: they are gone, or have a state to take first
+        self.attendance, self.awaited = Attendance(), frozenset[PeerID]()  # others who will be in the next round
+        self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
         self._trained = -math.inf  # the last epoch that samples of ours are of
@@ -257,11 +260,12 @@ class SwarmProgressTracker(ProgressTracker):
         return claim.copy(update={**believed, "client_mode": claim.client_mode or claim.epoch > epoch})
 
     def settle_round(self, epoch: int, group: Iterable[PeerID], weights: Mapping[PeerID, float]) -> None:
-        """What the claims of `epoch` were worth in its round.
+        """What the claims of `epoch` were worth in its round, and who came to it.
 
         :param weights: in samples, of those whose parts entered our slice
         """
         self.claims.settle(epoch, frozenset(group), weights, self.target_batch_size)
+        self.attendance.met(frozenset(group), self.awaited)
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         if not isinstance(metadata, dict):
@@ -305,6 +309,15 @@ class SwarmProgressTracker(ProgressTracker):
         behind = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch < own_epoch]
         self.behind = frozenset(PeerID(c.peer_id) for c in behind)
         self.num_late = sum(c.epoch < own_epoch - 1 and c.time < now - LATE for c in behind)
+        self._note_attendance([claim for claim, _ in trusted.values() if claim.peer_id != own_id], own_epoch)
         # hivemind counts records, and takes itself for alone while its own is not stored yet
         progress.num_peers = 1 + sum(claim.peer_id != own_id for claim, _ in trusted.values())
+        self.on_look()
         return progress
+
+    def _note_attendance(self, others: Sequence[LocalTrainingProgress], own_epoch: int) -> None:
+        near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - 1}
+        for peer, told in near.items():
+            self.attendance.heard(peer, told)
+        self.attendance.keep_only(near)
+        self.awaited = frozenset(filter(self.attendance.is_awaited, near))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing as mp
+import time
 
 from hivemind.p2p import PeerID
 
+from volunteer_kit.swarm.attendance import SILENT
 from volunteer_kit.swarm.believed_speed import Limits
 
 MAX_GROUP_SIZE = 1024
@@ -18,10 +21,11 @@ class SharedWords:
     def _share_words(self) -> None:
         """To be called before the averager's process is made."""
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
+        self._awaited_group_size = mp.Array(ctypes.c_double, [0, -math.inf])  # and time.monotonic() when it was said
         self._group_order = mp.Value(ctypes.c_int64, 0)
         self._led_apart = mp.Value(ctypes.c_int64, 0)
         self._learnt_patience = mp.Value(ctypes.c_double, 0.0)
-        self._follows = mp.Value(ctypes.c_bool, False)
+        self._last_in_a_group = mp.Value(ctypes.c_double, -math.inf)  # time.monotonic(), one for all processes
         self._weight_limits = Limits()  # in the averager's process
 
     @property
@@ -34,14 +38,25 @@ class SharedWords:
         self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
 
     @property
+    def awaited_group_size(self) -> int:
+        """Of these, the ones that are here and will come, with us: a group waits for them longer than for the rest. 0
+        if that was said long ago: where devices wait for the round, nobody looks meanwhile."""
+        size, said_at = self._awaited_group_size
+        return int(size) if time.monotonic() - said_at <= SILENT else 0
+
+    @awaited_group_size.setter
+    def awaited_group_size(self, value: int) -> None:
+        self._awaited_group_size[:] = min(value, MAX_GROUP_SIZE), time.monotonic()
+
+    @property
     def patience(self) -> float:
         """s that we have learnt to wait for who is expected, matchmaking_time at most."""
         return self._learnt_patience.value
 
     @property
-    def is_following(self) -> bool:
-        """Do we wait in a group that another member leads?"""
-        return bool(self._follows.value)
+    def without_group(self) -> float:
+        """s since somebody last waited with us for more, whoever leads; in the round under way."""
+        return time.monotonic() - self._last_in_a_group.value
 
     @property
     def order(self) -> int:

@@ -12,6 +12,7 @@ such a word all the same takes its member for one that neither sends nor reduces
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
+from hivemind.utils.asyncio import cancel_and_wait
 from hivemind.utils.serializer import SerializerBase
 
 from volunteer_kit.swarm.deadlines import Deadline
@@ -41,6 +43,10 @@ DIGEST_SIZE = 16
 # of the run's matchmaking_time, and s: waited for who is expected, at least. An entry takes a second or two to spread
 MATCHMAKING_FLOOR, LEAST_MATCHMAKING = 1 / 5, 1.0
 LATER = 0.01  # s
+# matchmaking times that a leader waits for those who are here and will come, and that a client says it waits: clocks
+# may differ, and a leader that says it waits longer refuses it
+LONGEST, CLIENTS = 2.0, 3.0
+CHECK = 0.05  # s
 REQUEST_SHARE = 0.8  # of that time, for a leader's answer; two that ask each other are deadlocked for so long
 AVOIDED_FOR = 300.0  # s that a leader is not followed again; it may still take part
 MIN_BANDWIDTH, MAX_BANDWIDTH = 1e-3, 1e12  # in any unit that somebody may take, and load balancing can calculate with
@@ -154,49 +160,46 @@ class WaryMatchmaking(Matchmaking):
     follow again who led us apart."""
 
     leader: PeerID | None = None
-    on_following: Callable[[bool], None] = staticmethod(lambda follows: None)  # told when we begin and cease to
+    on_group: Callable[[], None] = staticmethod(lambda: None)  # called again and again while somebody waits with us
+    awaited_group_size: Callable[[], int] = staticmethod(lambda: 0)  # members that come for certain
 
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
         self._misquoted: deque[bytes] = deque(maxlen=16)  # ids of groups
-        self._current_leader: PeerID | None = None
         super().__init__(*args, **kwargs)
         self._longest_request = self.request_timeout
-        least = max(LEAST_MATCHMAKING, self.min_matchmaking_time * MATCHMAKING_FLOOR)
-        self.patience = Deadline(self.min_matchmaking_time, floor=least)
+        self._matchmaking_time = self.min_matchmaking_time
+        least = max(LEAST_MATCHMAKING, self._matchmaking_time * MATCHMAKING_FLOOR)
+        self.patience = Deadline(self._matchmaking_time, floor=least)
         self._declared_until = 0.0  # DHT time, the latest that we have told
         self._declare = self.group_key_manager.declare_averager
         self.group_key_manager.declare_averager = self._declare_and_note
-
-    @property
-    def current_leader(self) -> PeerID | None:
-        """Whose group we wait in; hivemind's attribute."""
-        return self._current_leader
-
-    @current_leader.setter
-    def current_leader(self, leader: PeerID | None) -> None:
-        self._current_leader = leader
-        self.on_following(leader is not None)
 
     async def _declare_and_note(self, group_key: str, peer_id: PeerID, expiration_time: float, **kwargs) -> bool:
         self._declared_until = max(self._declared_until, expiration_time)
         return await self._declare(group_key, peer_id, expiration_time, **kwargs)
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
-        """Wait for who is expected as long as the last groups took to come together, from when we began to look.
+        """Until all who are expected are here; or when all are who will come for certain, and the last groups took no
+        longer to come together; or until it is late.
 
-        All see the same end of it, so whoever begins early learns to wait longer, and expirations, by which hivemind
-        chooses the leader, agree better than the waits do. A client leads nobody; it asks with the run's whole time,
-        or leaders that wait longer than it does would refuse it.
+        Who leads says to the end of it when that is, so expirations, by which hivemind chooses the leader, do not
+        depend on what anybody has learnt: who begins first leads.
         """
         began = time.monotonic()
-        if not self.client_mode:
+        if self.client_mode:
+            self.min_matchmaking_time = CLIENTS * self._matchmaking_time
+        else:
             # the DHT takes what expires later for the newer word, and one that expires sooner than our last for none:
             # nobody would find us until that is over
-            patience = max(self.patience.seconds, self._declared_until + LATER - get_dht_time())
-            self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = patience
+            longest = max(LONGEST * self._matchmaking_time, self._declared_until + LATER - get_dht_time())
+            self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = longest
             self.request_timeout = min(self._longest_request, REQUEST_SHARE * self.patience.seconds)
-        group = await super().look_for_group(step)
+        watch = asyncio.create_task(self._begin_with_enough(step, began))
+        try:
+            group = await super().look_for_group(step)
+        finally:
+            await cancel_and_wait(watch)
         expected = self.target_group_size
         if group is None:
             self.patience.failed()
@@ -205,6 +208,22 @@ class WaryMatchmaking(Matchmaking):
         elif expected is not None:
             self.patience.failed((expected - group.group_size) / expected)
         return group
+
+    async def _begin_with_enough(self, step: StepControl, began: float) -> None:
+        while True:
+            if self.current_leader is not None or self.current_followers:
+                self.on_group()
+            if self._has_enough(step, began):
+                async with self.lock_request_join_group:  # we may just be asking another leader
+                    if self._has_enough(step, began):
+                        await self.leader_assemble_group()
+            await asyncio.sleep(CHECK)
+
+    def _has_enough(self, step: StepControl, began: float) -> bool:
+        if self.current_leader is not None or self.assembled_group.done() or not self.current_followers:
+            return False
+        is_time = time.monotonic() - began >= self.patience.seconds and get_dht_time() >= step.scheduled_time
+        return is_time and 1 + len(self.current_followers) >= max(self.min_group_size, self.awaited_group_size())
 
     def avoid(self, leader: PeerID) -> None:
         if leader != self.peer_id:

@@ -1,0 +1,65 @@
+"""Whom a group waits for longer than it usually takes: who is here, and came to the last rounds.
+
+A record in the DHT outlives its peer, so a few who are expected may be gone; these cost a group the patience that it
+has learnt. But who tells its progress every second will come: its last round ended later than ours, or it makes up for
+one. To go without it is to be apart from it, and it would be as late for the next round, and the next.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from hivemind.p2p import PeerID
+
+SILENT = 5.0  # s without a word, at least: words take two to spread, and are looked for every two
+GAPS, TIMES_THE_GAP = 4, 3.0  # who speaks once in a microbatch of a minute is silent after three
+ABSENCES = 3  # rounds in a row to which it did not come, though it was here
+
+
+@dataclass
+class Heard:
+    told: float  # its own time of its last word
+    at: float  # ours
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS))  # s between its words
+    absences: int = 0
+
+
+class Attendance:
+    """One thread hears, another notes rounds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._known: dict[PeerID, Heard] = {}
+
+    def heard(self, peer: PeerID, told: float) -> None:
+        """:param told: the time that its record bears; another one is another word. Only our clock counts"""
+        now, known = self._clock(), self._known.get(peer)
+        if known is None:
+            self._known[peer] = Heard(told, now)
+        elif told != known.told:
+            known.gaps.append(now - known.at)
+            known.told, known.at = told, now
+
+    def keep_only(self, peers: Collection[PeerID]) -> None:
+        """Forget all others: they have no record any more."""
+        self._known = {peer: known for peer, known in self._known.items() if peer in peers}
+
+    def is_awaited(self, peer: PeerID) -> bool:
+        known = self._known.get(peer)
+        if known is None or known.absences >= ABSENCES:
+            return False
+        return self._clock() - known.at <= max(SILENT, TIMES_THE_GAP * max(known.gaps, default=-math.inf))
+
+    def met(self, group: Collection[PeerID], awaited: Collection[PeerID]) -> None:
+        """A round had this group. If it was the smaller part, it is we who were absent."""
+        if 2 * len({*awaited} & {*group}) < len(awaited):
+            return
+        for peer, known in list(self._known.items()):
+            if peer in group:
+                known.absences = 0
+            elif peer in awaited:
+                known.absences += 1
