@@ -12,6 +12,7 @@ stored and found again; "stock", "ddp": see there.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import traceback
 
@@ -27,6 +28,8 @@ SYSTEMS = {"kit": kit.train, "stock": stock.train, "ddp": ddp.train}
 
 def main() -> None:
     torch.set_num_threads(1)
+    logging.basicConfig(format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("volunteer_kit").setLevel(logging.INFO)
     stdin = own_stdin()
     line = b""
     while not line.endswith(b"\n"):

@@ -107,6 +107,7 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
                     self._follow, self.states_asked_in_vain = None, 0
                     self._go_on_after(self.made_up_for - before)
                     return True
+                logger.info(f"Downloading a state at epoch {self.local_epoch}, the others at {self.tracker.global_epoch}")
                 loaded = self.state_averager.load_state_from_peers(
                     timeout=self.load_state_timeout, whole=False, on_download=self.on_download, **which
                 )
@@ -143,9 +144,11 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             self.made_up_for += 1
         # the last round may be under way still, and we in time for the next
         if self.local_epoch == first or self.local_epoch < (at_least or last - 1):
+            logger.info(f"Made up for rounds {first} to {self.local_epoch}, of {last}: not enough")
             return False
         said = {peer: one for peer, one in self._declared().items() if one.epoch == self.local_epoch}
         right = prevailing(said | read_all({own_id: averager.told}), self.local_epoch, {*said, own_id})
+        logger.info(f"Made up for rounds {first} to {self.local_epoch}; the others hold the same: {own_id in right}")
         return own_id in right
 
     def _declared(self) -> dict[PeerID, Told]:

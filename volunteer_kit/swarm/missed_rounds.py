@@ -102,7 +102,7 @@ class RoundsLogged(AnswersKept):
         try:
             return future.result(timeout + PATIENCE)
         except Exception as error:
-            logger.debug(f"No round was made up for: {error!r}")
+            logger.info(f"No round was made up for: {error!r}")
             future.cancel()
             return None
 
@@ -112,7 +112,7 @@ class RoundsLogged(AnswersKept):
             stubs = {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
             name = await asyncio.wait_for(self._fetch_round(held, stubs), timeout)
         except Exception as error:
-            logger.debug(f"A round that we missed could not be fetched: {error!r}")
+            logger.info(f"A round that we missed could not be fetched: {error!r}")
         finally:
             if not future.done():
                 future.set_result(name)
@@ -128,6 +128,8 @@ class RoundsLogged(AnswersKept):
         said = {peer: one for peer, one in zip(stubs, told, strict=True) if isinstance(one, tuple)}
         chosen = self._what_most_accounts_say(said)
         if chosen is None:
+            why = Counter(repr(one) if isinstance(one, BaseException) else "lacks" for one in told)
+            logger.info(f"Nobody can tell of the round that we missed: {dict(why)}, {len(said)} can")
             return None
         exchange_id, name, counts, digest = chosen
         sources = {peer for peer, one in said.items() if one == chosen}
