@@ -29,7 +29,7 @@ SYSTEMS = {"kit": kit.train, "stock": stock.train, "ddp": ddp.train}
 def main() -> None:
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("volunteer_kit").setLevel(logging.INFO)
+    logging.getLogger("volunteer_kit").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "INFO"))
     stdin = own_stdin()
     line = b""
     while not line.endswith(b"\n"):

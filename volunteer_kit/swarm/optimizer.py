@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm import failures
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
@@ -22,6 +23,7 @@ from volunteer_kit.swarm.told_group import LED_APART, LONGEST
 from volunteer_kit.swarm.uncertain import UncertainSteps
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
+logger = get_logger(__name__)
 GROUP_PATIENCE = 2.5  # learnt patiences that a peer looks for its group before it concludes that it missed it
 IN_ALL = 5.0  # matchmaking times, if it was in groups meanwhile: a leader waits two of them, and may have stopped
 AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a follower
@@ -174,6 +176,7 @@ class SwarmOptimizer(VerifyingOptimizer):
             "num_peers": self.tracker.global_progress.num_peers,
             "swarm_epoch": self.tracker.global_epoch,
         }
+        logger.debug(f"Round of epoch {self.local_epoch}: {self.tracker.seen()}")
         if report["num_peers"] > 1 and self.on_round is not None:
             self.on_round(self.tracker.global_progress.num_peers)
         super()._update_global_epoch(grad_scaler)

@@ -315,6 +315,14 @@ class SwarmProgressTracker(ProgressTracker):
         self.on_look()
         return progress
 
+    def seen(self) -> str:
+        """What we know of the swarm, for a log."""
+        known, own = self.global_progress, self.local_progress
+        return (
+            f"{own.samples_accumulated} samples of ours, {known.samples_accumulated} of {self.target_batch_size} believed,"
+            f" at epoch {known.epoch}; {known.num_peers} peers, {1 + len(self.awaited)} will come, {self.num_late} late"
+        )
+
     def _note_attendance(self, others: Sequence[LocalTrainingProgress], own_epoch: int) -> None:
         near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - 1}
         for peer, told in near.items():
