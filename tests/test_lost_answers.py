@@ -91,7 +91,7 @@ class Junk(SwarmAllReduce):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.answers = self.Answers(self.ordered_peer_ids, 0, 1.0)
+        self.answers = self.Answers(self.ordered_peer_ids, 0, (), 1.0)
 
 
 def test_junk_is_not_taken():
@@ -162,7 +162,7 @@ def test_who_may_ask_and_how_often():
     part = CODECS["none"].compress(torch.ones(4), None)
 
     async def story():
-        answers = GivenAnswers(MEMBERS[:3], own=0, patience=0.01)
+        answers = GivenAnswers(MEMBERS[:3], own=0, sizes=(1, 1, 1), patience=0.01)
         for _ in range(3):
             answers.note(1, part)
         answers.entered = {MEMBERS[2]: 2}
@@ -186,7 +186,7 @@ def test_who_may_ask_and_how_often():
 def test_they_are_kept_no_longer_than_somebody_may_ask():
     async def story():
         kept = server()
-        kept._keep_answers(b"round", GivenAnswers(MEMBERS[:2], own=0, patience=0.01), seconds=0.01)
+        kept._keep_answers(b"round", GivenAnswers(MEMBERS[:2], own=0, sizes=(1, 1), patience=0.01), seconds=0.01)
         assert b"round" in kept._kept_answers
         while kept._kept_answers:
             await asyncio.sleep(0.01)

@@ -57,10 +57,11 @@ class Averager(RoundsLogged):
 
         return Locked()
 
-    def log(self, before: list, values: torch.Tensor, splits=(4, 4, 3), name: bytes = b"round") -> None:
-        answers = GivenAnswers(MEMBERS, own=0, patience=0.1)
-        for place, part in enumerate(values.split(list(splits))):
-            answers.note(place, CODECS["none"].compress(part, None))
+    def log(self, before: list, values: torch.Tensor, splits=(4, 4, 3), name: bytes = b"round", lost: int = -1) -> None:
+        answers = GivenAnswers(MEMBERS, own=0, sizes=splits, patience=0.1)
+        for place, slice_ in enumerate(values.split(list(splits))):
+            for part in slice_.split(2) if place != lost else slice_.split(2)[:1]:
+                answers.note(place, CODECS["none"].compress(part, None))
         self._log_round(b"x" + name, answers, before, name)
 
     async def ask(self, call: str, *wanted, asker: PeerID = STRANGER) -> averaging_pb2.DownloadData:
@@ -93,6 +94,16 @@ def test_the_average_of_the_round_that_began_with_what_we_hold():
     theirs.log(held(5), -torch.ones(11), name=b"fifth")
     assert fetch(ours, held(4), theirs) == b"fourth"
     assert torch.equal(torch.cat([tensor.flatten() for tensor in ours.tensors]), VALUES)
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_what_nobody_got_is_zero_for_who_makes_up_for_it_too(lost):
+    ours, theirs = Averager(), Averager()
+    theirs.log(held(4), VALUES, lost=lost)
+    assert fetch(ours, held(4), theirs) == b"round"
+    expected = VALUES.clone()
+    expected[4 * lost + 2 : 4 * lost + 4] = 0.0
+    assert torch.equal(torch.cat([tensor.flatten() for tensor in ours.tensors]), expected)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +146,7 @@ def test_other_bytes_than_were_told_are_not_taken():
     ours, theirs = Averager(), Averager()
     theirs.log(held(4), VALUES)
     parts = theirs._kept_answers[b"xround"]._parts
-    parts[1][0] = CODECS["none"].compress(torch.full((4,), 9.0), None)
+    parts[1][0] = CODECS["none"].compress(torch.full((2,), 9.0), None)
     with pytest.raises(ValueError):
         fetch(ours, held(4), theirs)
     assert not any(tensor.any() for tensor in ours.tensors)

@@ -45,7 +45,8 @@ class AwaitedAnswers(AllReduceRunner):
         firsts = accumulate(map(sum, sizes), initial=0)
         self._places = [list(accumulate(parts, initial=first)) for first, parts in zip(firsts, sizes, strict=False)]
         own = self.ordered_peer_ids.index(self.peer_id)
-        self.answers = GivenAnswers(self.ordered_peer_ids, own, self.recovery_seconds)
+        slices = [sum(parts) for parts in sizes]
+        self.answers = GivenAnswers(self.ordered_peer_ids, own, slices, self.recovery_seconds)
         self.answered_after: dict[PeerID, float] = {}  # s until a reducer's last answer
         self.failed_reducers: list[PeerID] = []  # that have not answered us all that they should
         self.missing: list[PeerID] = []  # of these, those of which nobody had all answers

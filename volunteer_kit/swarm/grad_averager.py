@@ -74,8 +74,7 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
         return self._left_over.begin(tensors, weight, self.order)
 
     def _note_answers(self, exchange_id: bytes, answers: GivenAnswers, outcome: Round) -> None:
-        is_in_step = self.peer_id not in outcome.out_of_step()
-        if self.verification is None and outcome.received == 1.0 and is_in_step:
+        if self.verification is None and self.peer_id not in outcome.out_of_step():
             self._log_round(exchange_id, answers, outcome.gathered.get(self.peer_id), outcome.name)
 
     def forget_left_over(self) -> None:

@@ -37,11 +37,12 @@ class GivenAnswers:
 
     :param members: of the group, ourselves among them
     :param own: our place
+    :param sizes: values that each reducer reduces
     :param patience: s that others may let us wait for the end of our own exchange
     """
 
-    def __init__(self, members: Sequence[PeerID], own: int, patience: float):
-        self.members, self.own, self.patience = tuple(members), own, patience
+    def __init__(self, members: Sequence[PeerID], own: int, sizes: Sequence[int], patience: float):
+        self.members, self.own, self.sizes, self.patience = tuple(members), own, tuple(sizes), patience
         self.entered: dict[PeerID, int] = {}  # of each sender, parts that our slice's averages contain
         self.is_logged = False  # the round is over, and all may ask for it: see missed_rounds.py
         self._parts: list[list[runtime_pb2.Tensor]] = [[] for _ in members]

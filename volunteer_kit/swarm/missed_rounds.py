@@ -41,12 +41,14 @@ MAX_NAME = 4096  # bytes of what a round is called
 
 @dataclass(frozen=True)
 class Logged:
-    """A round that all of its members got whole. `before`: what those held who took its step."""
+    """A round whose step we took. `before`: what those held who took it; `counts`: parts that came of each reducer,
+    the first of the `sizes` values that it had; what nobody got stands for zeros."""
 
     exchange_id: bytes
     before: Told
     name: bytes
     counts: tuple[int, ...]
+    sizes: tuple[int, ...]
     digest: bytes
     num_bytes: int
 
@@ -66,7 +68,8 @@ class RoundsLogged(AnswersKept):
             self._forget()  # they led to a state that the monitor has given up
         answers.is_logged = True
         self._kept_answers[exchange_id] = answers
-        self._log.append(Logged(exchange_id, told, name, tuple(answers.counts), answers.digest(), answers.num_bytes))
+        counts, digest = tuple(answers.counts), answers.digest()
+        self._log.append(Logged(exchange_id, told, name, counts, answers.sizes, digest, answers.num_bytes))
         while len(self._log) > 1 and (len(self._log) > MAX_ROUNDS or sum(r.num_bytes for r in self._log) > MAX_BYTES):
             self._kept_answers.pop(self._log.popleft().exchange_id, None)
 
@@ -81,13 +84,13 @@ class RoundsLogged(AnswersKept):
     async def rpc_show_round(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
-        """`metadata`: what the asker holds, as it is told in rounds -> [exchange id, the round's name, parts of each
-        reducer, digest] of the round that began with that; its parts by rpc_show_answer."""
+        """`metadata`: what the asker holds, as it is told in rounds -> [exchange id, the round's name, parts of
+        each reducer, values of each, digest] of the round that began with that; its parts by rpc_show_answer."""
         self.doorkeeper.check(context.remote_id, "show_answer")
         held = read_told(msgpack.unpackb(request.metadata, raw=False))
         for logged in reversed(self._log):
             if held is not None and logged.before.is_same(held):
-                told = [logged.exchange_id, logged.name, logged.counts, logged.digest]
+                told = [logged.exchange_id, logged.name, logged.counts, logged.sizes, logged.digest]
                 return averaging_pb2.DownloadData(metadata=msgpack.packb(told))
         return averaging_pb2.DownloadData(metadata=b"lacks")
 
@@ -131,22 +134,26 @@ class RoundsLogged(AnswersKept):
             why = Counter(repr(one) if isinstance(one, BaseException) else "lacks" for one in told)
             logger.info(f"Nobody can tell of the round that we missed: {dict(why)}, {len(said)} can")
             return None
-        exchange_id, name, counts, digest = chosen
+        exchange_id, name, counts, sizes, digest = chosen
+        if sum(sizes) != self.total_size:
+            raise ValueError(f"a round of {sum(sizes)} values")
         sources = {peer for peer, one in said.items() if one == chosen}
-        values, size, hasher = [], 0, hashlib.blake2b(digest_size=DIGEST_SIZE)
-        for reducer, count in enumerate(counts):
-            asking = Asking(exchange_id, reducer, {peer: stubs[peer] for peer in sources})
+        vector, hasher, first = torch.zeros(self.total_size), hashlib.blake2b(digest_size=DIGEST_SIZE), 0
+        for reducer, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+            asking, place, parts = Asking(exchange_id, reducer, {p: stubs[p] for p in sources}), first, 0
             async for message in asking.parts(0, count, sources):
                 await self.traffic.receive(len(message.buffer))
                 hasher.update(message.buffer)
                 part = (await asyncio.to_thread(read_values, message)).reshape(-1)
-                values.append(part)
-                size += part.numel()
-                if size > self.total_size or not part.is_floating_point() or not torch.isfinite(part).all():
-                    raise ValueError(f"{len(values)} parts that cannot be this round's")
-        if size != self.total_size or hasher.digest() != digest:
-            raise ValueError(f"{size} values of {self.total_size}, or others than were told")
-        vector = torch.cat(values)
+                if place + part.numel() > first + size or not part.is_floating_point() or not part.isfinite().all():
+                    raise ValueError(f"{part.numel()} values that cannot be this round's")
+                vector[place : place + part.numel()] = part
+                place, parts = place + part.numel(), parts + 1
+            if parts < count:
+                raise ValueError(f"{parts} parts of {count}")
+            first += size
+        if hasher.digest() != digest:
+            raise ValueError("other values than were told")
         async with enter_asynchronously(self.get_tensors()) as tensors:
             for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -160,13 +167,13 @@ class RoundsLogged(AnswersKept):
         return votes[0][0] if votes and votes[0][1] >= least else None
 
 
-def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...], bytes] | None:
+def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...], tuple[int, ...], bytes] | None:
     """A stranger's words of one round; None: it has none, or none that could be."""
     if metadata == b"lacks":
         return None
-    exchange_id, name, counts, digest = msgpack.unpackb(metadata, raw=False)
+    exchange_id, name, counts, sizes, digest = msgpack.unpackb(metadata, raw=False)
     fine = all(type(word) is bytes and len(word) <= MAX_NAME for word in (exchange_id, name, digest))
-    fine = fine and type(counts) is list and len(counts) <= MAX_GROUP_SIZE
-    if not fine or not all(type(count) is int and 0 <= count < 2**20 for count in counts):
+    fine = fine and type(counts) is list and type(sizes) is list and len(counts) == len(sizes) <= MAX_GROUP_SIZE
+    if not fine or not all(type(number) is int and 0 <= number < 2**40 for number in (*counts, *sizes)):
         return None
-    return exchange_id, name, tuple(counts), digest
+    return exchange_id, name, tuple(counts), tuple(sizes), digest

@@ -226,8 +226,9 @@ class SwarmOptimizer(VerifyingOptimizer):
             self._settle_absence(report, outcome)
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
-                # those who did not come may have met elsewhere, and be more
-                self.state_averager.steps_alone = self._follow is not None or len(outcome) < report.get("expected", 1)
+                # those who did not come may have met elsewhere, and be more; or others got what we did not
+                whole = len(outcome) >= report.get("expected", 1) and outcome.received == 1
+                self.state_averager.steps_alone = self._follow is not None or not whole
                 failure = outcome.out_of_step().get(own_id)
                 if failure is None:  # else it was a round of another epoch than that of which we know claims
                     self._settle_claims(report, outcome)
