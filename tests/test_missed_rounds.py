@@ -16,10 +16,10 @@ from hivemind.proto import averaging_pb2
 
 from tests.local_swarm import local_swarm
 from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.agreement import SKETCH_SIZE, Told
+from volunteer_kit.swarm.agreement import SKETCH_SIZE, Told, read_told
 from volunteer_kit.swarm.codec import CODECS, install_codecs
 from volunteer_kit.swarm.lost_answers import GivenAnswers
-from volunteer_kit.swarm.missed_rounds import MAX_BYTES, MAX_ROUNDS, RoundsLogged
+from volunteer_kit.swarm.missed_rounds import MAX_BYTES, MAX_ROUNDS, PATIENCE, UNDER_WAY, RoundsLogged
 from volunteer_kit.swarm.traffic import Traffic
 
 MEMBERS = [PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(3)]
@@ -94,6 +94,32 @@ def test_the_average_of_the_round_that_began_with_what_we_hold():
     theirs.log(held(5), -torch.ones(11), name=b"fifth")
     assert fetch(ours, held(4), theirs) == b"fourth"
     assert torch.equal(torch.cat([tensor.flatten() for tensor in ours.tensors]), VALUES)
+
+
+@pytest.mark.parametrize(
+    "under_way, lack, over, answer",
+    [(1, 0, 0, UNDER_WAY), (2, 1, 0, UNDER_WAY), (1, 2, 0, None), (1, 0, 2, b"round"), (0, 2, 0, None)],
+)
+def test_a_round_that_is_under_way_is_told_from_one_that_nobody_knows(under_way, lack, over, answer):
+    ours, theirs = Averager(), [Averager() for _ in range(under_way + lack + over)]
+    for averager in theirs[:under_way]:
+        averager._under_way = read_told(held(4))
+    for averager in theirs[under_way + lack :]:
+        averager.log(held(4), VALUES)
+    assert fetch(ours, held(4), *theirs) == answer
+    assert fetch(ours, held(5), *theirs) is None
+
+
+class Silent:
+    async def rpc_show_round(self, request):
+        await asyncio.Event().wait()
+
+
+def test_the_dead_are_not_waited_for_when_most_say_the_same():
+    ours, theirs = Averager(), Averager()
+    theirs.log(held(4), VALUES)
+    stubs = dict(zip(MEMBERS, [Silent(), Stub(theirs), Stub(theirs)], strict=True))
+    assert asyncio.run(asyncio.wait_for(ours._fetch_round(held(4), stubs), PATIENCE / 2)) == b"round"
 
 
 @pytest.mark.parametrize("lost", range(3))

@@ -16,6 +16,7 @@ from hivemind.utils.logging import get_logger
 from volunteer_kit.checkpoint import CheckpointError
 from volunteer_kit.swarm.agreement import BEGINNING, Follow, Told, prevailing, read_all, under
 from volunteer_kit.swarm.assembly import AssembledOptimizer
+from volunteer_kit.swarm.missed_rounds import UNDER_WAY
 from volunteer_kit.swarm.obeying import ObeyingOptimizer
 from volunteer_kit.swarm.state import digest
 from volunteer_kit.swarm.transfer import StateRefused
@@ -33,6 +34,7 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
     states_asked_in_vain = 0  # times in a row that the others were ahead and none of them gave us their state
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
     made_up_for = 0  # rounds that we had missed, since the last report
+    _round_under_way: float | None = None  # time.monotonic() since when one is of which we are no member
     _stepped_alone = False  # while others were here; what they hold is not known since
     _look_at = 0.0  # time.monotonic(); not before
 
@@ -104,10 +106,11 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             with self.tracker.pause_updates():
                 before = self.made_up_for
                 if self._make_up_for_rounds(**which):
-                    self._follow, self.states_asked_in_vain = None, 0
+                    self._follow, self._stepped_alone, self.states_asked_in_vain = None, False, 0
                     self._go_on_after(self.made_up_for - before)
                     return True
-                logger.info(f"Downloading a state at epoch {self.local_epoch}, the others at {self.tracker.global_epoch}")
+                ours, others = self.local_epoch, self.tracker.global_epoch
+                logger.info(f"Downloading a state at epoch {ours}, the others at {others}")
                 loaded = self.state_averager.load_state_from_peers(
                     timeout=self.load_state_timeout, whole=False, on_download=self.on_download, **which
                 )
@@ -132,9 +135,18 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
             self._tell_tracker_where_we_are()
         last = max(at_least or 0, self.tracker.global_epoch)
         first, asked = self.local_epoch, list(donors or self._declared())
+        under_way, self._round_under_way = self._round_under_way, None
         while True:  # to the last that they have: a quick swarm is a round farther when we have the one we asked for
             name = self.grad_averager.make_up_for(averager.told, asked, self.load_state_timeout)
             if name is None:
+                break
+            if name == UNDER_WAY:
+                since = under_way if under_way is not None and self.local_epoch == first else time.monotonic()
+                if time.monotonic() - since < self.averaging_timeout:
+                    self._round_under_way = since
+                    self._drop_scheduled_round()  # it was to be this one
+                    logger.info(f"Made up for rounds {first} to {self.local_epoch}; the next one is under way")
+                    return True
                 break
             if self.local_epoch == first:
                 self.uncertain_steps.given_up(kept_until=first)  # it began with what we hold: that is the swarm's
@@ -155,15 +167,26 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
         """What those donors hold that have obeyed the order that we have."""
         return under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
 
+    def _look_after_round_under_way(self) -> None:
+        """Is it over? We count samples meanwhile, and go into no other round: they are of the model before its step,
+        and so one step old at most."""
+        if time.monotonic() >= self._look_at:
+            self._look_at, before = time.monotonic() + self.options.refresh_period, self.made_up_for
+            with self.tracker.pause_updates():
+                self._make_up_for_rounds()
+                if self.made_up_for > before:
+                    self._go_on_after(self.made_up_for - before)
+
     def _go_on_after(self, made_up_for: int) -> None:
         """Gradients of a model that is one step old are as good as those that others compute while a round is under
         way; those of an older one are not."""
-        if made_up_for > 1 or self.grad_averager.stale:
+        if made_up_for > 1 or (made_up_for and self.grad_averager.stale):
             self._start_epoch_anew()
             return
         self._just_loaded = True
         self._tell_tracker_where_we_are()
-        self.grad_averager.stale = len(self.grad_averager.names)
+        if made_up_for:
+            self.grad_averager.stale = len(self.grad_averager.names)
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
 
     @property

@@ -187,12 +187,13 @@ class Asking:
         """Those from `first` to before `last`, until one cannot be had. Who does not give one is no source any more."""
         for start in range(first, last, AT_ONCE):
             wanted = range(start, min(last, start + AT_ONCE))
-            for message in await asyncio.gather(*(self._part(part, sources) for part in wanted)):
+            for message in await asyncio.gather(*(self.part(part, sources) for part in wanted)):
                 if message is None:
                     return
                 yield message
 
-    async def _part(self, part: int, sources: set[PeerID]) -> runtime_pb2.Tensor | None:
+    async def part(self, part: int, sources: set[PeerID]) -> runtime_pb2.Tensor | None:
+        """None: nobody gives it."""
         for peer in random.sample(sorted(sources), len(sources)):  # not all askers the same one
             with suppress(Exception):
                 asked = self._stubs[peer].rpc_show_answer(self._request(part))

@@ -14,14 +14,17 @@ import asyncio
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 import msgpack
 import torch
+from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import enter_asynchronously
 from hivemind.utils.logging import get_logger
@@ -29,6 +32,7 @@ from hivemind.utils.logging import get_logger
 from volunteer_kit.swarm.agreement import Told, read_told
 from volunteer_kit.swarm.held_parts import read_values
 from volunteer_kit.swarm.lost_answers import DIGEST_SIZE, AnswersKept, Asking, GivenAnswers
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE
 
 logger = get_logger(__name__)
@@ -37,6 +41,8 @@ ASKED = 5  # members at once
 LEAST_ACCOUNTS = 2  # that tell the same, in a run that knows accounts
 PATIENCE = 10.0  # s, for their answers
 MAX_NAME = 4096  # bytes of what a round is called
+LACKS, UNDER_WAY = b"lacks", b"under way"  # answers, where there is no round to tell of
+PARTS_AT_ONCE = 8  # on their way, of all reducers: each comes from another busy line
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class RoundsLogged(AnswersKept):
     def _begin_to_keep(self) -> None:
         super()._begin_to_keep()
         self._log: deque[Logged] = deque()
+        self._under_way: Told | None = None  # what we held when the round began that we are in
 
     def _log_round(self, exchange_id: bytes, answers: GivenAnswers, before: Any, name: bytes | None) -> None:
         told = read_told(before)
@@ -73,6 +80,14 @@ class RoundsLogged(AnswersKept):
         while len(self._log) > 1 and (len(self._log) > MAX_ROUNDS or sum(r.num_bytes for r in self._log) > MAX_BYTES):
             self._kept_answers.pop(self._log.popleft().exchange_id, None)
 
+    async def _run_allreduce_inplace_(self, tensors, group_info: GroupInfo, *, outcome: Round, **kwargs) -> None:
+        if self.peer_id not in outcome.out_of_step():
+            self._under_way = read_told(outcome.gathered.get(self.peer_id))
+        try:
+            await super()._run_allreduce_inplace_(tensors, group_info, outcome=outcome, **kwargs)
+        finally:
+            self._under_way = None
+
     async def _forget_rounds(self) -> None:
         """They led to a state that is given up."""
         self._forget()
@@ -85,20 +100,22 @@ class RoundsLogged(AnswersKept):
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
         """`metadata`: what the asker holds, as it is told in rounds -> [exchange id, the round's name, parts of
-        each reducer, values of each, digest] of the round that began with that; its parts by rpc_show_answer."""
+        each reducer, values of each, digest] of the round that began with that; its parts by rpc_show_answer.
+        UNDER_WAY: it is not over yet."""
         self.doorkeeper.check(context.remote_id, "show_answer")
         held = read_told(msgpack.unpackb(request.metadata, raw=False))
         for logged in reversed(self._log):
             if held is not None and logged.before.is_same(held):
                 told = [logged.exchange_id, logged.name, logged.counts, logged.sizes, logged.digest]
                 return averaging_pb2.DownloadData(metadata=msgpack.packb(told))
-        return averaging_pb2.DownloadData(metadata=b"lacks")
+        is_ours = held is not None and self._under_way is not None and self._under_way.is_same(held)
+        return averaging_pb2.DownloadData(metadata=UNDER_WAY if is_ours else LACKS)
 
     # --- who missed it ---
 
     def make_up_for(self, held: list, donors: Sequence[PeerID], timeout: float) -> bytes | None:
         """Fetch the averages of the round that began with what we hold, into our own averaged tensors; in the training
-        process. :returns: the round's name; None: nobody has it."""
+        process. :returns: the round's name; UNDER_WAY: it is not over yet; None: nobody has it."""
         future = MPFuture()
         asked = [donor.to_bytes() for donor in random.sample(donors, min(len(donors), ASKED))]
         self._outer_pipe.send(("_make_up_for", [held, asked, timeout], {"future": future}))
@@ -123,35 +140,49 @@ class RoundsLogged(AnswersKept):
     async def _fetch_round(self, held: list, stubs: dict[PeerID, Any]) -> bytes | None:
         request = averaging_pb2.DownloadData(metadata=msgpack.packb(held))
 
-        async def ask(peer: PeerID) -> tuple | None:
-            answer = await asyncio.wait_for(stubs[peer].rpc_show_round(request), PATIENCE)
-            return _read_round(answer.metadata)
+        async def ask(peer: PeerID) -> tuple[PeerID, tuple | bytes | str | None]:
+            try:
+                told = (await asyncio.wait_for(stubs[peer].rpc_show_round(request), PATIENCE)).metadata
+                return peer, told if told in (LACKS, UNDER_WAY) else _read_round(told)
+            except Exception as error:
+                return peer, repr(error)
 
-        told = await asyncio.gather(*map(ask, stubs), return_exceptions=True)
-        said = {peer: one for peer, one in zip(stubs, told, strict=True) if isinstance(one, tuple)}
+        told: dict[PeerID, Any] = {}
+        asked = [asyncio.ensure_future(ask(peer)) for peer in stubs]
+        try:
+            for answer in asyncio.as_completed(asked):
+                peer, told[peer] = await answer
+                if 2 * Counter(told.values()).most_common(1)[0][1] > len(stubs):
+                    break  # the others may be dead, and let us wait
+        finally:
+            for task in asked:
+                task.cancel()
+        said = {peer: one for peer, one in told.items() if isinstance(one, tuple)}
         chosen = self._what_most_accounts_say(said)
         if chosen is None:
-            why = Counter(repr(one) if isinstance(one, BaseException) else "lacks" for one in told)
-            logger.info(f"Nobody can tell of the round that we missed: {dict(why)}, {len(said)} can")
+            under_way = sum(one == UNDER_WAY for one in told.values())
+            if under_way and 2 * (under_way + len(said)) > len(told):
+                return UNDER_WAY
+            why = dict(Counter(repr(one) for one in told.values() if not isinstance(one, tuple)))
+            logger.info(f"Nobody can tell of the round that we missed: {why}, {len(said)} can")
             return None
         exchange_id, name, counts, sizes, digest = chosen
         if sum(sizes) != self.total_size:
             raise ValueError(f"a round of {sum(sizes)} values")
         sources = {peer for peer, one in said.items() if one == chosen}
-        vector, hasher, first = torch.zeros(self.total_size), hashlib.blake2b(digest_size=DIGEST_SIZE), 0
-        for reducer, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-            asking, place, parts = Asking(exchange_id, reducer, {p: stubs[p] for p in sources}), first, 0
-            async for message in asking.parts(0, count, sources):
+        askings = [Asking(exchange_id, reducer, {p: stubs[p] for p in sources}) for reducer in range(len(sizes))]
+        firsts = list(accumulate(sizes, initial=0))
+        vector, hasher, places = torch.zeros(self.total_size), hashlib.blake2b(digest_size=DIGEST_SIZE), firsts[:-1]
+        async with aclosing(_parts_of_all(askings, counts, sources)) as answers:
+            async for reducer, message in answers:
                 await self.traffic.receive(len(message.buffer))
                 hasher.update(message.buffer)
                 part = (await asyncio.to_thread(read_values, message)).reshape(-1)
-                if place + part.numel() > first + size or not part.is_floating_point() or not part.isfinite().all():
+                end = places[reducer] + part.numel()
+                if end > firsts[reducer + 1] or not part.is_floating_point() or not part.isfinite().all():
                     raise ValueError(f"{part.numel()} values that cannot be this round's")
-                vector[place : place + part.numel()] = part
-                place, parts = place + part.numel(), parts + 1
-            if parts < count:
-                raise ValueError(f"{parts} parts of {count}")
-            first += size
+                vector[places[reducer] : end] = part
+                places[reducer] = end
         if hasher.digest() != digest:
             raise ValueError("other values than were told")
         async with enter_asynchronously(self.get_tensors()) as tensors:
@@ -167,10 +198,31 @@ class RoundsLogged(AnswersKept):
         return votes[0][0] if votes and votes[0][1] >= least else None
 
 
+async def _parts_of_all(
+    askings: Sequence[Asking], counts: Sequence[int], sources: set[PeerID]
+) -> AsyncIterator[tuple[int, runtime_pb2.Tensor]]:
+    """(reducer, message) in order, while the next ones are on their way. Raises ValueError if one cannot be had."""
+    wanted = ((reducer, part) for reducer, count in enumerate(counts) for part in range(count))
+    coming: deque[tuple[int, asyncio.Task]] = deque()
+    try:
+        while True:
+            for reducer, part in islice(wanted, PARTS_AT_ONCE - len(coming)):
+                coming.append((reducer, asyncio.create_task(askings[reducer].part(part, sources))))
+            if not coming:
+                return
+            reducer, task = coming[0]
+            message = await task
+            coming.popleft()
+            if message is None:
+                raise ValueError("a part that nobody gives")
+            yield reducer, message
+    finally:
+        for _, task in coming:
+            task.cancel()
+
+
 def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...], tuple[int, ...], bytes] | None:
-    """A stranger's words of one round; None: it has none, or none that could be."""
-    if metadata == b"lacks":
-        return None
+    """A stranger's words of one round; None: none that could be."""
     exchange_id, name, counts, sizes, digest = msgpack.unpackb(metadata, raw=False)
     fine = all(type(word) is bytes and len(word) <= MAX_NAME for word in (exchange_id, name, digest))
     fine = fine and type(counts) is list and type(sizes) is list and len(counts) == len(sizes) <= MAX_GROUP_SIZE

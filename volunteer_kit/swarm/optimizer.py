@@ -89,6 +89,8 @@ class SwarmOptimizer(VerifyingOptimizer):
             return True  # the gradients at hand are of the model we just gave up
         if self.cut_off is not None:
             return self._wait_for_the_network(batch_size)
+        if self._round_under_way is not None:
+            self._look_after_round_under_way()
         if self.state_averager.why_incomplete and self._replace_lost_statistics():
             return True
         super().step(batch_size=batch_size)
@@ -119,7 +121,9 @@ class SwarmOptimizer(VerifyingOptimizer):
         an epoch when its round begins, so that one epoch behind means: go into that round.
         """
         behind = self.tracker.global_epoch - self.local_epoch
-        if behind <= 0 or (behind == 1 and (self._just_loaded or self.delay_grad_averaging)):
+        if self._round_under_way is not None or behind <= 0:
+            return False
+        if behind == 1 and (self._just_loaded or self.delay_grad_averaging):
             return False
         return super()._should_load_state_from_peers()
 
@@ -135,7 +139,7 @@ class SwarmOptimizer(VerifyingOptimizer):
 
     def _maybe_schedule_gradient_averaging(self) -> None:
         """Not before the last step is done: members tell each other what they hold when they look for a group."""
-        if self.state_averager.is_between_steps:
+        if self.state_averager.is_between_steps and self._round_under_way is None:
             self._prepare_to_meet()
             super()._maybe_schedule_gradient_averaging()
 
@@ -152,6 +156,8 @@ class SwarmOptimizer(VerifyingOptimizer):
     # --- the global step ---
 
     def _update_global_epoch(self, grad_scaler) -> None:
+        if self._round_under_way is not None:
+            return  # not ours: we take its averages when it is over
         self._finish_updates()
         if self._follow is not None:
             return  # a step in the background has told us that our state is not the others'

@@ -28,6 +28,7 @@ from volunteer_kit.swarm.records import MAX_EPOCH, read_record
 
 PACE = 0.8  # of the median of the last epochs' durations
 DURATIONS = 9  # epochs that it is the median of
+NEAR = 2  # epochs behind: who makes up for a round is here for the next
 LATE = 5.0  # s without a word; clocks may differ by 3
 # of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
 # speed in between; a look fetches a kilobyte of each peer from several
@@ -319,12 +320,12 @@ class SwarmProgressTracker(ProgressTracker):
         """What we know of the swarm, for a log."""
         known, own = self.global_progress, self.local_progress
         return (
-            f"{own.samples_accumulated} samples of ours, {known.samples_accumulated} of {self.target_batch_size} believed,"
-            f" at epoch {known.epoch}; {known.num_peers} peers, {1 + len(self.awaited)} will come, {self.num_late} late"
+            f"at epoch {known.epoch} {known.samples_accumulated} samples of {self.target_batch_size} are believed, "
+            f"{own.samples_accumulated} are ours; {known.num_peers} peers, {1 + len(self.awaited)} will come"
         )
 
     def _note_attendance(self, others: Sequence[LocalTrainingProgress], own_epoch: int) -> None:
-        near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - 1}
+        near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - NEAR}
         for peer, told in near.items():
             self.attendance.heard(peer, told)
         self.attendance.keep_only(near)
