@@ -60,7 +60,8 @@ class Averager(RoundsLogged):
     def log(self, before: list, values: torch.Tensor, splits=(4, 4, 3), name: bytes = b"round", lost: int = -1) -> None:
         answers = GivenAnswers(MEMBERS, own=0, sizes=splits, patience=0.1)
         for place, slice_ in enumerate(values.split(list(splits))):
-            for part in slice_.split(2) if place != lost else slice_.split(2)[:1]:
+            parts = slice_.split(max(2, len(slice_) // 2))
+            for part in parts[:1] if place == lost else parts:
                 answers.note(place, CODECS["none"].compress(part, None))
         self._log_round(b"x" + name, answers, before, name)
 
