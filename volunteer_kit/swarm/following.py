@@ -167,15 +167,18 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
         """What those donors hold that have obeyed the order that we have."""
         return under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
 
-    def _look_after_round_under_way(self) -> None:
+    def _look_after_round_under_way(self) -> bool:
         """Is it over? We count samples meanwhile, and go into no other round: they are of the model before its step,
-        and so one step old at most."""
-        if time.monotonic() >= self._look_at:
-            self._look_at, before = time.monotonic() + self.options.refresh_period, self.made_up_for
-            with self.tracker.pause_updates():
-                self._make_up_for_rounds()
-                if self.made_up_for > before:
-                    self._go_on_after(self.made_up_for - before)
+        and so one step old at most. :returns: whether the gradients at hand are older"""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at, before = time.monotonic() + self.options.refresh_period, self.made_up_for
+        with self.tracker.pause_updates():
+            self._make_up_for_rounds()
+            made_up_for = self.made_up_for - before
+            if made_up_for:
+                self._go_on_after(made_up_for)
+        return made_up_for > 1
 
     def _go_on_after(self, made_up_for: int) -> None:
         """Gradients of a model that is one step old are as good as those that others compute while a round is under

@@ -5,34 +5,31 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import TimeoutError as FutureTimeoutError  # not the built-in one on Python 3.10
 from typing import Any
 
-from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.averaging.control import StepControl
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm import failures
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
 from volunteer_kit.swarm.believed_speed import Speeds
 from volunteer_kit.swarm.deadlines import USUAL_ROUNDS, too_slow_network
+from volunteer_kit.swarm.meeting import MeetingOptimizer
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.receipts import Reduced
 from volunteer_kit.swarm.round import Round
-from volunteer_kit.swarm.told_group import LED_APART, LONGEST
+from volunteer_kit.swarm.told_group import LED_APART
 from volunteer_kit.swarm.uncertain import UncertainSteps
-from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
 logger = get_logger(__name__)
-GROUP_PATIENCE = 2.5  # learnt patiences that a peer looks for its group before it concludes that it missed it
-IN_ALL = 5.0  # matchmaking times, if it was in groups meanwhile: a leader waits two of them, and may have stopped
-AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a follower
 OTHER_MODEL = "our model was not the others'"
 ON_PROBATION = "they are computed again by others first, and are credited when they were found right"
 ALONE_AFTER_ALL = 90.0  # s without anybody until a peer that has met others takes itself for the swarm
 
 
-class SwarmOptimizer(VerifyingOptimizer):
+class SwarmOptimizer(MeetingOptimizer):
     """hivemind.Optimizer with checked, equal averaging and exact state transfer.
 
     :param parts: as of AssembledOptimizer
@@ -52,11 +49,6 @@ class SwarmOptimizer(VerifyingOptimizer):
         self.uncertain_steps = UncertainSteps(options.metadata_expiration / 2, ALONE_AFTER_ALL)
         self._begin_verifying()
         super().__init__(peer=peer, options=options, **parts)
-        self.tracker.on_look = self._say_who_is_awaited
-
-    def _say_who_is_awaited(self) -> None:
-        for averager in (self.grad_averager, self.state_averager):
-            averager.awaited_group_size = 1 + len(self.tracker.awaited)
 
     def settle(self, patience: float = 0.0) -> str:
         held = super().settle(patience)
@@ -89,8 +81,8 @@ class SwarmOptimizer(VerifyingOptimizer):
             return True  # the gradients at hand are of the model we just gave up
         if self.cut_off is not None:
             return self._wait_for_the_network(batch_size)
-        if self._round_under_way is not None:
-            self._look_after_round_under_way()
+        if self._round_under_way is not None and self._look_after_round_under_way():
+            return True
         if self.state_averager.why_incomplete and self._replace_lost_statistics():
             return True
         super().step(batch_size=batch_size)
@@ -136,22 +128,6 @@ class SwarmOptimizer(VerifyingOptimizer):
         if self._taken:
             self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
         return self._taken
-
-    def _maybe_schedule_gradient_averaging(self) -> None:
-        """Not before the last step is done: members tell each other what they hold when they look for a group."""
-        if self.state_averager.is_between_steps and self._round_under_way is None:
-            self._prepare_to_meet()
-            super()._maybe_schedule_gradient_averaging()
-
-    def _prepare_to_meet(self) -> None:
-        self.grad_averager.told = self.state_averager.told
-        self.grad_averager.due = self.tracker.estimated_next_update_time
-        for averager in (self.grad_averager, self.state_averager):
-            averager.expected_group_size = self.tracker.global_progress.num_peers - self.tracker.num_late
-            averager.order = self.state_averager.obeyed
-
-    def _maybe_schedule_state_averaging(self) -> None:
-        """Never ahead: members tell each other what they hold after the step."""
 
     # --- the global step ---
 
@@ -273,32 +249,6 @@ class SwarmOptimizer(VerifyingOptimizer):
         """A round averages to zeros when nobody's samples count, as those of newcomers with the monitor alone."""
         with self.grad_averager.get_tensors() as gradients:
             return any(bool(gradient.any()) for gradient in gradients)
-
-    def _await_round(self, control: StepControl) -> Round:
-        """The round's outcome. Raises TimeoutError, and leaves, when no group is found while one should have been:
-        the others have gone on without us, and what is left is to follow them.
-
-        Where groups come together faster than the run allows for, nobody is looked for as long either; but who waits in
-        a group waits on, for its leader awaits others, and when it has lost its leader looks for another.
-        """
-        most = IN_ALL * self.matchmaking_time
-        began, seconds = time.monotonic(), max(self.matchmaking_time, GROUP_PATIENCE * self.grad_averager.patience)
-        while True:
-            try:
-                return control.result(min(seconds, most))
-            except FutureTimeoutError:  # not the built-in one on Python 3.10
-                if control.stage not in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
-                    return control.result(self.averaging_timeout)
-                most -= time.monotonic() - began
-                began, seconds = time.monotonic(), AGAIN * self.matchmaking_time
-                alone = self.grad_averager.without_group > self.matchmaking_time
-                if most <= 0 or (alone and not self._are_others_on_their_way(IN_ALL * self.matchmaking_time - most)):
-                    control.cancel()
-                    raise
-
-    def _are_others_on_their_way(self, waited: float) -> bool:
-        """Are they still in the last round, that we have behind us? Not for longer than they would wait for us."""
-        return waited < LONGEST * self.matchmaking_time and bool(self.tracker.awaited & self.tracker.behind)
 
     def _finish_report(
         self, report: dict[str, Any], outcome: Round, failure: str | None, cause: str | None = None

@@ -1,0 +1,70 @@
+"""Whom a peer looks for before a round, with what it tells them, and for how long."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError  # not the built-in one on Python 3.10
+from typing import Any
+
+from hivemind.averaging.control import AveragingStage, StepControl
+
+from volunteer_kit.swarm.round import Round
+from volunteer_kit.swarm.told_group import LONGEST
+from volunteer_kit.swarm.verifying import VerifyingOptimizer
+
+GROUP_PATIENCE = 2.5  # learnt patiences that a peer looks for its group before it concludes that it missed it
+IN_ALL = 5.0  # matchmaking times, if it was in groups meanwhile: a leader waits two of them, and may have stopped
+AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a follower
+
+
+class MeetingOptimizer(VerifyingOptimizer):
+    """hivemind.Optimizer that comes together with those who are here."""
+
+    def __init__(self, **parts: Any):
+        super().__init__(**parts)
+        self.tracker.on_look = self._say_who_is_awaited  # it is older than the averagers
+
+    def _say_who_is_awaited(self) -> None:
+        for averager in (self.grad_averager, self.state_averager):
+            averager.awaited_group_size = 1 + len(self.tracker.awaited)
+
+    def _maybe_schedule_gradient_averaging(self) -> None:
+        """Not before the last step is done: members tell each other what they hold when they look for a group."""
+        if self.state_averager.is_between_steps and self._round_under_way is None:
+            self._prepare_to_meet()
+            super()._maybe_schedule_gradient_averaging()
+
+    def _prepare_to_meet(self) -> None:
+        self.grad_averager.told = self.state_averager.told
+        self.grad_averager.due = self.tracker.estimated_next_update_time
+        for averager in (self.grad_averager, self.state_averager):
+            averager.expected_group_size = self.tracker.global_progress.num_peers - self.tracker.num_late
+            averager.order = self.state_averager.obeyed
+
+    def _maybe_schedule_state_averaging(self) -> None:
+        """Never ahead: members tell each other what they hold after the step."""
+
+    def _await_round(self, control: StepControl) -> Round:
+        """The round's outcome. Raises TimeoutError, and leaves, when no group is found while one should have been:
+        the others have gone on without us, and what is left is to follow them.
+
+        Where groups come together faster than the run allows for, nobody is looked for as long either; but who waits in
+        a group waits on, for its leader awaits others, and when it has lost its leader looks for another.
+        """
+        longest, began = IN_ALL * self.matchmaking_time, time.monotonic()
+        seconds = min(longest, max(self.matchmaking_time, GROUP_PATIENCE * self.grad_averager.patience))
+        while True:
+            try:
+                return control.result(seconds)
+            except FutureTimeoutError:
+                if control.stage not in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
+                    return control.result(self.averaging_timeout)
+                waited, seconds = time.monotonic() - began, AGAIN * self.matchmaking_time
+                alone = self.grad_averager.without_group > self.matchmaking_time
+                if waited >= longest or (alone and not self._are_others_on_their_way(waited)):
+                    control.cancel()
+                    raise
+
+    def _are_others_on_their_way(self, waited: float) -> bool:
+        """Are they still in the last round, that we have behind us? Not for longer than they would wait for us."""
+        return waited < LONGEST * self.matchmaking_time and bool(self.tracker.awaited & self.tracker.behind)
