@@ -9,7 +9,7 @@ import pytest
 import torch
 from hivemind.p2p import PeerID
 
-from volunteer_kit.swarm.attendance import ABSENCES, SILENT, TIMES_THE_GAP, Attendance
+from volunteer_kit.swarm.attendance import ABSENCES, MAX_PEERS, SILENT, TIMES_THE_GAP, Attendance
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 
@@ -82,14 +82,20 @@ def test_where_most_do_not_come_it_is_we_who_are_apart(attendance):
     assert all(map(attendance.is_awaited, (A, B, C)))
 
 
-def test_what_has_no_record_any_more_begins_anew(attendance):
+def test_whose_record_goes_and_comes_is_no_other_than_before(attendance):
     attendance.heard(A, 0)
     for _ in range(ABSENCES):
         attendance.met({B}, awaited={A, B})
-    attendance.keep_only({B})
-    assert not attendance.is_awaited(A)
+    attendance.heard(B, 1)
     attendance.heard(A, 1)
-    assert attendance.is_awaited(A)
+    assert not attendance.is_awaited(A)
+
+
+def test_no_more_is_remembered_than_there_is_room_for(attendance):
+    peers = [PeerID(b"\x12\x20" + number.to_bytes(32, "big")) for number in range(MAX_PEERS + 1)]
+    for peer in peers:
+        attendance.heard(peer, 0)
+    assert not attendance.is_awaited(peers[0]) and all(map(attendance.is_awaited, peers[1:]))
 
 
 @pytest.mark.parametrize("awaited, size", [(3, 3), (2, 2)])

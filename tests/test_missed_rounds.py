@@ -111,6 +111,23 @@ def test_a_round_that_is_under_way_is_told_from_one_that_nobody_knows(under_way,
     assert fetch(ours, held(5), *theirs) is None
 
 
+def test_peers_of_one_account_do_not_break_off_the_asking():
+    """They answer first; two honest accounts come later."""
+    ours, liar, honest = Averager(), Averager(), Averager()
+    liar._under_way = read_told(held(4))
+    honest.log(held(4), VALUES)
+
+    class Slow(Stub):
+        async def rpc_show_round(self, request):
+            await asyncio.sleep(0.05)
+            return await super().rpc_show_round(request)
+
+    stubs = {PeerID(b"\x12\x20" + bytes([i]) * 32): Stub(liar) if i < 5 else Slow(honest) for i in range(2, 7)}
+    accounts = {peer: b"liar" if type(stub) is Stub else peer.to_bytes() for peer, stub in stubs.items()}
+    ours.doorkeeper = SimpleNamespace(is_open=False, account_of=accounts.get)
+    assert asyncio.run(ours._fetch_round(held(4), stubs)) == b"round"
+
+
 class Silent:
     async def rpc_show_round(self, request):
         await asyncio.Event().wait()

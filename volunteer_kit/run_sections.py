@@ -35,8 +35,8 @@ class SwarmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # s a peer waits for others before a round. Raise it when groups stay smaller than the swarm; only the
-    # first peer to arrive loses time by it.
+    # s a peer waits for others before a round, and twice as long for those who tell their progress. Raise it when
+    # groups stay smaller than the swarm; only the first peer to arrive loses time by it.
     matchmaking_time: float = Field(15.0, gt=0, le=600)
     # s one all-reduce may take. Raise it when peers with slow uplinks report "received < 100 %".
     allreduce_timeout: float = Field(60.0, gt=0, le=3600)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from hivemind.p2p import PeerID
 
 SILENT = 5.0  # s without a word, at least: words take two to spread, and are looked for every two
 GAPS, TIMES_THE_GAP = 4, 3.0  # who speaks once in a microbatch of a minute is silent after three
+MAX_PEERS = 10_000
 ABSENCES = 3  # rounds in a row to which it did not come, though it was here
 
 
@@ -33,7 +34,7 @@ class Attendance:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._known: dict[PeerID, Heard] = {}
+        self._known: OrderedDict[PeerID, Heard] = OrderedDict()  # also of those whose record is gone: it may come again
 
     def heard(self, peer: PeerID, told: float) -> None:
         """:param told: the time that its record bears; another one is another word. Only our clock counts"""
@@ -43,10 +44,9 @@ class Attendance:
         elif told != known.told:
             known.gaps.append(now - known.at)
             known.told, known.at = told, now
-
-    def keep_only(self, peers: Collection[PeerID]) -> None:
-        """Forget all others: they have no record any more."""
-        self._known = {peer: known for peer, known in self._known.items() if peer in peers}
+        self._known.move_to_end(peer)
+        while len(self._known) > MAX_PEERS:
+            self._known.popitem(last=False)
 
     def is_awaited(self, peer: PeerID) -> bool:
         known = self._known.get(peer)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -183,15 +184,6 @@ class Asking:
         best = max(found.values(), default=0)
         return best, {peer for peer, have in found.items() if have == best}
 
-    async def parts(self, first: int, last: int, sources: set[PeerID]) -> AsyncIterator[runtime_pb2.Tensor]:
-        """Those from `first` to before `last`, until one cannot be had. Who does not give one is no source any more."""
-        for start in range(first, last, AT_ONCE):
-            wanted = range(start, min(last, start + AT_ONCE))
-            for message in await asyncio.gather(*(self.part(part, sources) for part in wanted)):
-                if message is None:
-                    return
-                yield message
-
     async def part(self, part: int, sources: set[PeerID]) -> runtime_pb2.Tensor | None:
         """None: nobody gives it."""
         for peer in random.sample(sorted(sources), len(sources)):  # not all askers the same one
@@ -207,6 +199,25 @@ class Asking:
         return averaging_pb2.DownloadData(metadata=msgpack.packb([*self._about, wanted]))
 
 
+async def parts_of(
+    wanted: Iterable[tuple[Asking, int]], sources: set[PeerID], at_once: int = AT_ONCE
+) -> AsyncIterator[runtime_pb2.Tensor]:
+    """In order, while the next ones are on their way, until one cannot be had. Who does not give one is no source any
+    more."""
+    wanted, coming = iter(wanted), deque[asyncio.Task]()
+    try:
+        while True:
+            for asking, part in islice(wanted, at_once - len(coming)):
+                coming.append(asyncio.create_task(asking.part(part, sources)))
+            message = await coming.popleft() if coming else None
+            if message is None:
+                return
+            yield message
+    finally:
+        for task in coming:
+            task.cancel()
+
+
 async def fetch(asking: Asking, have: int, total: int, seconds: float, take: Take) -> None:
     """What members have of a reducer's answers, beyond the first `have`, to `take`, in order; within `seconds`."""
     with suppress(asyncio.TimeoutError):
@@ -216,5 +227,6 @@ async def fetch(asking: Asking, have: int, total: int, seconds: float, take: Tak
 async def _fetch(asking: Asking, have: int, total: int, seconds: float, take: Take) -> None:
     best, sources = await asking.most(total, seconds)
     if best > have:
-        async for message in asking.parts(have, best, sources):
-            await take(message)
+        async with aclosing(parts_of(((asking, part) for part in range(have, best)), sources)) as answers:
+            async for message in answers:
+                await take(message)

@@ -14,24 +14,24 @@ import asyncio
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 import msgpack
 import torch
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import enter_asynchronously
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm.agreement import Told, read_told
 from volunteer_kit.swarm.held_parts import read_values
-from volunteer_kit.swarm.lost_answers import DIGEST_SIZE, AnswersKept, Asking, GivenAnswers
+from volunteer_kit.swarm.lost_answers import DIGEST_SIZE, AnswersKept, Asking, GivenAnswers, parts_of
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE
 
@@ -148,11 +148,14 @@ class RoundsLogged(AnswersKept):
                 return peer, repr(error)
 
         told: dict[PeerID, Any] = {}
-        asked = [asyncio.ensure_future(ask(peer)) for peer in stubs]
+        asked, accounts = (
+            [asyncio.ensure_future(ask(peer)) for peer in stubs],
+            set(map(self.doorkeeper.account_of, stubs)),
+        )
         try:
             for answer in asyncio.as_completed(asked):
                 peer, told[peer] = await answer
-                if 2 * Counter(told.values()).most_common(1)[0][1] > len(stubs):
+                if 2 * max(self._votes(told).values(), default=0) > len(accounts):
                     break  # the others may be dead, and let us wait
         finally:
             for task in asked:
@@ -160,8 +163,9 @@ class RoundsLogged(AnswersKept):
         said = {peer: one for peer, one in told.items() if isinstance(one, tuple)}
         chosen = self._what_most_accounts_say(said)
         if chosen is None:
-            under_way = sum(one == UNDER_WAY for one in told.values())
-            if under_way and 2 * (under_way + len(said)) > len(told):
+            votes = self._votes(told)
+            know = sum(count for one, count in votes.items() if one == UNDER_WAY or isinstance(one, tuple))
+            if votes[UNDER_WAY] and 2 * know > votes.total():
                 return UNDER_WAY
             why = dict(Counter(repr(one) for one in told.values() if not isinstance(one, tuple)))
             logger.info(f"Nobody can tell of the round that we missed: {why}, {len(said)} can")
@@ -171,10 +175,13 @@ class RoundsLogged(AnswersKept):
             raise ValueError(f"a round of {sum(sizes)} values")
         sources = {peer for peer, one in said.items() if one == chosen}
         askings = [Asking(exchange_id, reducer, {p: stubs[p] for p in sources}) for reducer in range(len(sizes))]
+        wanted = ((asking, part) for asking, count in zip(askings, counts, strict=True) for part in range(count))
+        reducers = (reducer for reducer, count in enumerate(counts) for _ in range(count))  # of these
         firsts = list(accumulate(sizes, initial=0))
         vector, hasher, places = torch.zeros(self.total_size), hashlib.blake2b(digest_size=DIGEST_SIZE), firsts[:-1]
-        async with aclosing(_parts_of_all(askings, counts, sources)) as answers:
-            async for reducer, message in answers:
+        async with aclosing(parts_of(wanted, sources, PARTS_AT_ONCE)) as answers:
+            async for message in answers:
+                reducer = next(reducers)
                 await self.traffic.receive(len(message.buffer))
                 hasher.update(message.buffer)
                 part = (await asyncio.to_thread(read_values, message)).reshape(-1)
@@ -183,6 +190,8 @@ class RoundsLogged(AnswersKept):
                     raise ValueError(f"{part.numel()} values that cannot be this round's")
                 vector[places[reducer] : end] = part
                 places[reducer] = end
+        if next(reducers, None) is not None:
+            raise ValueError("a part that nobody gives")
         if hasher.digest() != digest:
             raise ValueError("other values than were told")
         async with enter_asynchronously(self.get_tensors()) as tensors:
@@ -190,35 +199,16 @@ class RoundsLogged(AnswersKept):
                 tensor.copy_(part.view(tensor.shape))
         return name
 
+    def _votes(self, told: dict[PeerID, Any]) -> Counter:
+        """Accounts that say each of these; a peer of which no account is known has no vote."""
+        said = {(self.doorkeeper.account_of(peer), one) for peer, one in told.items()}
+        return Counter(one for account, one in said if account is not None)
+
     def _what_most_accounts_say(self, said: dict[PeerID, tuple]) -> tuple | None:
         """None: nobody says anything, or, in a run that knows accounts, nobody but one."""
-        accounts = {(self.doorkeeper.account_of(peer), told) for peer, told in said.items()}
-        votes = Counter(told for account, told in accounts if account is not None).most_common(1)
+        votes = self._votes(said).most_common(1)
         least = 1 if self.doorkeeper.is_open else LEAST_ACCOUNTS
         return votes[0][0] if votes and votes[0][1] >= least else None
-
-
-async def _parts_of_all(
-    askings: Sequence[Asking], counts: Sequence[int], sources: set[PeerID]
-) -> AsyncIterator[tuple[int, runtime_pb2.Tensor]]:
-    """(reducer, message) in order, while the next ones are on their way. Raises ValueError if one cannot be had."""
-    wanted = ((reducer, part) for reducer, count in enumerate(counts) for part in range(count))
-    coming: deque[tuple[int, asyncio.Task]] = deque()
-    try:
-        while True:
-            for reducer, part in islice(wanted, PARTS_AT_ONCE - len(coming)):
-                coming.append((reducer, asyncio.create_task(askings[reducer].part(part, sources))))
-            if not coming:
-                return
-            reducer, task = coming[0]
-            message = await task
-            coming.popleft()
-            if message is None:
-                raise ValueError("a part that nobody gives")
-            yield reducer, message
-    finally:
-        for _, task in coming:
-            task.cancel()
 
 
 def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...], tuple[int, ...], bytes] | None:

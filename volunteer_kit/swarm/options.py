@@ -11,6 +11,7 @@ from hivemind.compression import CompressionBase, NoCompression
 
 from volunteer_kit.robust.standing import Settings
 from volunteer_kit.swarm.lost_answers import RECOVERY
+from volunteer_kit.swarm.told_group import LONGEST
 
 # of a verified round beside the exchange itself, and how much of allreduce_timeout each may take
 STAGES, STAGE_SHARE = 3, 0.5
@@ -24,7 +25,8 @@ class SwarmOptions:
     :param run_key: prefix of all DHT keys: run id and fingerprint, so that peers of different runs never meet
     :param target_batch_size: samples of one epoch, swarm-wide
     :param matchmaking_time: s to wait for others before a round, at most; where groups come together sooner, no longer
-        than they take. The larger the slower the slowest line. Raise it when rounds have fewer members than the swarm
+        than they take, but for those who are here and will come LONGEST times as long. The larger the slower the
+        slowest line. Raise it when rounds have fewer members than the swarm
     :param averaging_timeout: s after which a round is given up; twice what a round takes
     :param allreduce_timeout: s after which an exchange is given up, at most; once some rounds were seen, a few
         deviations after what they take
@@ -85,6 +87,7 @@ class SwarmOptions:
             "matchmaking_time": self.matchmaking_time,
             "averaging_timeout": self.averaging_timeout
             + RECOVERY * self.allreduce_timeout
+            + (LONGEST - 1) * self.matchmaking_time
             + self.seconds_of_verification,
             "allreduce_timeout": self.allreduce_timeout,
             "next_chunk_timeout": self.next_chunk_timeout,

@@ -328,5 +328,4 @@ class SwarmProgressTracker(ProgressTracker):
         near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - NEAR}
         for peer, told in near.items():
             self.attendance.heard(peer, told)
-        self.attendance.keep_only(near)
         self.awaited = frozenset(filter(self.attendance.is_awaited, near))

@@ -41,7 +41,7 @@ class SharedWords:
     def awaited_group_size(self) -> int:
         """Of these, the ones that are here and will come, with us: a group waits for them longer than for the rest. 0
         if that was said long ago: where devices wait for the round, nobody looks meanwhile."""
-        size, said_at = self._awaited_group_size
+        size, said_at = self._awaited_group_size[:]
         return int(size) if time.monotonic() - said_at <= SILENT else 0
 
     @awaited_group_size.setter
