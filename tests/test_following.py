@@ -19,7 +19,7 @@ from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import StateRefused, digest
 
-A, B = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2))
+A, B, *LATER = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 7))
 GIVEN_UP = types.SimpleNamespace(cancelled=lambda: True, began_allreduce=False)  # a round's control
 NAMES = ["weight", "bias"]
 
@@ -237,7 +237,7 @@ def test_whose_round_was_over_follows_at_once(optimizer, monkeypatch):
     optimizer._follow = None
 
 
-@pytest.mark.parametrize("held", ["another", "the same", "of another epoch", "another, but by one of three"])
+@pytest.mark.parametrize("held", ["another", "the same", "of another epoch", "another, but by one of three", "another, by one of six"])
 def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, monkeypatch, held):
     """Two who each stepped alone, half an epoch apart, would miss each other's rounds for ever."""
     train(optimizer, 1)
@@ -250,6 +250,7 @@ def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, 
         "the same": {A: own, B: own},
         "of another epoch": {A: replace(another, epoch=own.epoch - 1), B: replace(another, epoch=own.epoch + 1)},
         "another, but by one of three": {A: another, B: own},
+        "another, by one of six": {A: another, **dict.fromkeys(LATER, replace(own, epoch=own.epoch - 1))},
     }[held]
     monkeypatch.setattr(
         optimizer.state_averager, "declared", lambda: {peer: one.words() for peer, one in said.items()}
@@ -259,7 +260,7 @@ def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, 
     assert optimizer._stepped_alone and optimizer._follow is None, "they are still to come"
     monkeypatch.setattr(optimizer.tracker, "behind", frozenset())
     optimizer._compare_after_lone_step()
-    assert optimizer._stepped_alone is (held == "of another epoch")
+    assert optimizer._stepped_alone is (held in ("of another epoch", "another, by one of six"))
     follow, optimizer._follow, optimizer._stepped_alone = optimizer._follow, None, False
     assert (follow is not None) is (held == "another")
     assert follow is None or (follow.at_least, set(follow.donors)) == (own.epoch, {A, B})

@@ -74,15 +74,17 @@ class FollowingOptimizer(ObeyingOptimizer, AssembledOptimizer):
         self.state_averager.steps_alone = True
 
     def _compare_after_lone_step(self) -> None:
-        """When the others have ended the epoch too: do they hold what we hold? Who waited for the next round to find
-        out would train for nobody meanwhile, begin it at a time of its own, and miss it again."""
+        """When most others have ended the epoch too: do they hold what we hold? Who waited for the next round to find
+        out would train for nobody meanwhile, begin it at a time of its own, and miss it again; who asked fewer might
+        follow one that has stepped alone, too."""
         at_our_epoch = self.tracker.global_progress.num_peers - 1 - len(self.tracker.behind)
         if at_our_epoch < 1 or time.monotonic() < self._look_at or not self.state_averager.is_between_steps:
             return
         self._look_at = time.monotonic() + self.options.refresh_period
         own_id, epoch = self.dht.peer_id, self.local_epoch
-        said = {peer: one for peer, one in self._declared().items() if one.epoch == epoch and peer != own_id}
-        if not said:
+        others = {peer: one for peer, one in self._declared().items() if peer != own_id}
+        said = {peer: one for peer, one in others.items() if one.epoch == epoch}
+        if 2 * len(said) <= len(others):
             return  # they will declare it in a moment
         donors = frozenset(said) | (frozenset() if self.client_mode else {own_id})
         right = prevailing(said | read_all({own_id: self.state_averager.told}), epoch, donors)
