@@ -237,7 +237,9 @@ def test_whose_round_was_over_follows_at_once(optimizer, monkeypatch):
     optimizer._follow = None
 
 
-@pytest.mark.parametrize("held", ["another", "the same", "of another epoch", "another, but by one of three", "another, by one of six"])
+@pytest.mark.parametrize(
+    "held", ["another", "the same", "of another epoch", "another, but by one of three", "another, by one of six"]
+)
 def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, monkeypatch, held):
     """Two who each stepped alone, half an epoch apart, would miss each other's rounds for ever."""
     train(optimizer, 1)
@@ -252,9 +254,7 @@ def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, 
         "another, but by one of three": {A: another, B: own},
         "another, by one of six": {A: another, **dict.fromkeys(LATER, replace(own, epoch=own.epoch - 1))},
     }[held]
-    monkeypatch.setattr(
-        optimizer.state_averager, "declared", lambda: {peer: one.words() for peer, one in said.items()}
-    )
+    monkeypatch.setattr(optimizer.state_averager, "declared", lambda: {peer: one.words() for peer, one in said.items()})
     monkeypatch.setattr(optimizer.tracker, "behind", frozenset([A, B]))
     optimizer._compare_after_lone_step()
     assert optimizer._stepped_alone and optimizer._follow is None, "they are still to come"
