@@ -61,6 +61,14 @@ class LocalPeer:
             if found(event):
                 return event
 
+    def said(self) -> list[dict]:
+        """Its events so far."""
+        with contextlib.suppress(queue.Empty):
+            while (event := self._queue.get_nowait()) is not None:
+                self.events.append(event)
+            self._queue.put(None)
+        return self.events
+
     def wait_event(self, name: str, timeout: float = 90.0) -> dict:
         return self.wait_for(lambda event: event["event"] == name, timeout)
 
