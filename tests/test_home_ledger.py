@@ -11,7 +11,15 @@ from benchmarks.home_parts.material import speeds_apart
 def step(epoch: int, samples: int = 10, uncertain: bool = False, kept_until: int | None = None, **more) -> dict:
     clock = {"computed": 9.0 * epoch, "contention": 0.5 * epoch, "between": 0.5 * epoch, "own_work": 0.0}
     wire = {"wire_sent": 1000 * epoch, "wire_received": 2000 * epoch}
-    said = {"event": "step", "at": 10.0 * epoch, "epoch": epoch, "samples": samples, "of": 10, "failure": None}
+    said = {
+        "event": "step",
+        "at": 10.0 * epoch,
+        "epoch": epoch,
+        "samples": samples,
+        "of": 10,
+        "failure": None,
+        "pending": 0,
+    }
     return {**said, "uncertain": uncertain, "kept_until": kept_until, "group_size": 2, **clock, **wire, **more}
 
 
@@ -30,12 +38,22 @@ def test_a_step_counts_once_the_swarm_is_known_to_go_on_from_it(events, applied)
 
 
 def test_an_account_is_of_the_time_between_two_steps():
-    found = account([step(epoch) for epoch in range(1, 6)], speed=10 / 9, workers=2, begin=15.0, end=45.0)
+    found = account([step(epoch) for epoch in range(1, 7)], speed=10 / 9, workers=2, begin=15.0, end=55.0)
     assert (found.wall, found.steps, found.complete, found.samples) == (20.0, 2, 2, 20)
     assert found.applied == pytest.approx(18.0)
     assert (found.lost, found.waiting, found.contention) == pytest.approx((0.0, 1.0, 1.0))
     assert found.goodput == pytest.approx(18 / 19)
     assert (found.wire_sent, found.wire_received) == (2000, 4000)
+
+
+@pytest.mark.parametrize(
+    "before, after, taken, counted", [(4, 6, 10, 22), (4, 6, 5, 21), (4, 6, 0, 16), (12, 0, 9, 10)]
+)
+def test_what_was_under_way_counts_for_the_window_in_which_it_was_computed(before, after, taken, counted):
+    """At the end as far as the next step took it; and of the first step after the beginning no more than it took."""
+    steps = [step(1, pending=before), step(2), step(3, pending=after), step(4, samples=taken)]
+    assert account(steps, speed=10 / 9, workers=2, begin=5.0, end=45.0).samples == counted
+    assert account(steps[:2], speed=10 / 9, workers=2, begin=5.0, end=25.0).samples == 10
 
 
 def test_the_time_of_a_worker_that_is_stuck_counts():

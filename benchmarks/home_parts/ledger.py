@@ -1,9 +1,10 @@
 """What the workers' events come to: goodput, where the rest of the seconds went, bytes, rounds, and time to a loss.
 
 goodput = seconds of devices whose samples entered an applied global step / (wall seconds of devices - contention).
-A worker's window is from one of its steps to another, so that what was under way at its ends is the same; unless it has
-made none for longer than OVERDUE of its usual ones: then it is stuck, and its window goes on to the end. Of a step of
-which was not known yet whether the swarm goes on from it, the later ones tell (StepReport.uncertain, kept_until).
+A worker's window is from one of its steps to another. What it had computed for the next one at the window's beginning
+is not of the window, and at its end it is, as far as the next one took it. A worker that has made no step for longer
+than OVERDUE of its usual ones is stuck, and its window goes on to the end. Of a step of which was not known yet whether
+the swarm goes on from it, the later ones tell (StepReport.uncertain, kept_until).
 """
 
 from __future__ import annotations
@@ -67,19 +68,26 @@ def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
 
 
 def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
-    """Of one worker, from its first step after `begin` to the last one before `end` (time.monotonic()) whose
-    fate is known, or to `end` if it is stuck."""
+    """Of one worker, from its first step after `begin` to the last but one before `end` (time.monotonic()) whose
+    fate is known, or to `end` if it is stuck. Each step says how many samples were `pending`, for the next one."""
     steps = [(step, samples) for step, samples in fates(events) if begin <= step["at"] <= end]
     if not steps:
         return Account()
-    first, last = steps[0][0], steps[-1][0]
+    first, last, under_way = steps[0][0], steps[-1][0], 0
     if end - last["at"] > OVERDUE * usual_interval(events, end - begin):
         last = max((e for e in events if e["event"] in ("beat", "step") and e["at"] <= end), key=lambda e: e["at"])
         last = {**last, "between": last["between"] + end - last["at"], "at": end}
     elif len(steps) < 2:
         return Account()
+    elif len(steps) > 2:
+        *steps, (_, taken) = steps
+        last = steps[-1][0]
+        under_way = min(last["pending"], taken)
+    else:  # as much at the end as at the beginning, for nothing is known of it
+        under_way = min(first["pending"], steps[1][1])
     grown = {name: last[name] - first[name] for name in COUNTERS}
-    applied = sum(samples for _, samples in steps[1:])
+    applied = sum(samples for _, samples in steps[1:]) + under_way
+    applied -= min(first["pending"], steps[1][1]) if steps[1:] else 0
     return Account(
         wall=last["at"] - first["at"],
         applied=applied / speed,

@@ -56,6 +56,7 @@ class TellingOptimizer(hivemind.Optimizer):
             epoch=self.local_epoch,
             samples=0 if failure else self._in_round,
             of=self._in_round,
+            pending=self.grad_averager.local_samples_accumulated,
             uncertain=False,
             kept_until=None,
             group_size=group_size,
