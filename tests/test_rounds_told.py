@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 
 import pytest
 from hivemind.p2p import PeerID
@@ -17,6 +18,7 @@ from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.rounds import MORE, Rounds
 from volunteer_kit.runs import load_run
 from volunteer_kit.swarm.failures import CAUSES, RoundCounts
+from volunteer_kit.swarm.options import StepReport
 
 A, B = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2))
 
@@ -45,6 +47,22 @@ def test_the_monitor_adds_up_what_comes_and_nothing_else(tmp_path):
     seen.look({B: record_of(B, rounds=RoundCounts(2 * 10**6).as_dict())}, [], 9)
     assert notes.do("rounds")["rounds"] == 7 + MORE, "whose account is not known says nothing"
     notes.close()
+
+
+def test_the_host_is_told_which_target_batch_would_do(tmp_path, capsys):
+    """By the last round: of one that was slow a while ago nobody needs to know."""
+    notes = Notes(tmp_path / "journal.sqlite")
+    seen, words = Rounds(notes), "A round takes {} s and an epoch 4 s. With target_batch_size: 8192 it would do."
+    reports = deque(StepReport(1, 8, 2, 1.0, 0.1, 0, 0, {}, slow_network=slow) for slow in (words.format(5), None))
+    seen.hear(reports)
+    assert not reports and not capsys.readouterr().err
+    for seconds in (5, 6):
+        seen.hear(deque([StepReport(1, 8, 2, 1.0, 0.1, 0, 0, {}, slow_network=words.format(seconds))]))
+    assert capsys.readouterr().err == words.format(5) + "\n", "once in a while, though the numbers change"
+    notes.close()
+    with JournalReader(tmp_path / "journal.sqlite") as journal:
+        state = build_state(journal, run_info(load_run(RUN)), 6.0)
+    assert [(event["kind"], event["text"]) for event in state["events"]] == [("warning", words.format(5))]
 
 
 # --- the dashboard ---

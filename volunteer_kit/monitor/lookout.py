@@ -113,6 +113,7 @@ class Lookout:
         self.summary = summarize(claims, measured, member.optimizer.options.max_samples_per_second)
         self._people.look(self.records, claims)
         self._rounds.look(self.records, (claim.peer_id for claim in claims), member.epoch)
+        self._rounds.hear(member.optimizer.reports)
         self._tell_refusals()
         self._write()
 

@@ -50,9 +50,12 @@ class Notes:
     def event(self, kind: str, text: str = "", **detail: Any) -> None:
         self.do("add_event", time.time(), kind, text, **detail)
 
-    def warn(self, reason: str, kind: str = "warning") -> None:
-        """Into the journal and to stderr, not again within TELL_EVERY s."""
-        if self.complain(reason, reason):
+    def warn(self, reason: str, kind: str = "warning", about: str | None = None) -> None:
+        """Into the journal and to stderr, not again within TELL_EVERY s.
+
+        :param about: what it is about, where the words may change
+        """
+        if self.complain(reason if about is None else about, reason):
             self.event(kind, reason=" ".join(reason.split()))
 
     def complain(self, about: str, text: str) -> bool:

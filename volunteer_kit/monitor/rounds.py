@@ -1,13 +1,15 @@
-"""How the swarm's rounds went: what all peers count of theirs, added up."""
+"""How the swarm's rounds went: what all peers count of theirs, added up; and whether the network keeps up."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from hivemind.p2p import PeerID
 
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.swarm.failures import RoundCounts
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.swarm.records import PeerRecord
 
 MORE = 3  # rounds beside the swarm's own steps that a peer can have been in between two records
@@ -39,3 +41,12 @@ class Rounds:
             del self._last[next(iter(self._last))]
         if came.rounds:
             self._notes.do("add_rounds", came.rounds, came.complete_groups, came.failed)
+
+    def hear(self, reports: deque[StepReport]) -> None:
+        """Take the monitor's own, of rounds in which it was. What the last one says of the network, the host is told:
+        it can change target_batch_size, a volunteer cannot."""
+        last = None
+        while reports:
+            last = reports.popleft()
+        if last is not None and last.slow_network is not None:
+            self._notes.warn(last.slow_network, about="slow network")
