@@ -92,6 +92,7 @@ def main() -> None:
             refresh_period=0.3,
             metadata_expiration=settings.get("metadata_expiration", 20.0),
             max_mbps=settings.get("max_mbps"),
+            grad_rank=settings.get("grad_rank"),
             left_over=Path(settings["left_over"]) if "left_over" in settings else None,
         ),
         params=list(model.parameters()),

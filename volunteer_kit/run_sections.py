@@ -57,12 +57,15 @@ class SwarmConfig(BaseModel):
     # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
     delay_grad_averaging: bool = False
     # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
-    grad_compression: Codec | LossyCodec = "blockwise8"
+    # powersgd: matrices of rank `grad_rank` in their place, in `small_compression`.
+    grad_compression: Codec | LossyCodec | Literal["powersgd"] = "blockwise8"
     state_compression: Codec = "uniform8"
     small_compression: Codec | LossyCodec = "float16"
     # Share of a tensor's values that `sparse` sends, the largest; what is left over is added to the next round's. Lower
     # it for slower lines: it takes 1 / density rounds until all of a gradient has come.
     grad_density: float = Field(1 / 64, gt=0, le=1)
+    # Rank of the matrices that `powersgd` sends; 1 to 4 are common, more is nearer to the gradients and more to send.
+    grad_rank: int = Field(4, ge=1, le=1024)
     # None: each epoch is one step, with the gradients of all.
     local_steps: LocalStepsSection | None = None
     compress_above: int = Field(2**16, ge=0)  # elements, as in the original run
@@ -76,6 +79,19 @@ class SwarmConfig(BaseModel):
                 f"{sparse[0]}: sparse does not go with {self.aggregation}: most values of a part are zero, and so "
                 "would its median be",
                 f"set aggregation: mean, for a run among friends, or {sparse[0]}: blockwise4",
+            )
+        if self.grad_compression == "powersgd" and self.aggregation != "mean":
+            raise impossible(
+                "aggregation",
+                f"grad_compression: powersgd does not go with {self.aggregation}: its factors are averaged, and a "
+                "factor of which values were left out is no gradient's",
+                "set aggregation: mean, for a run among friends, or grad_compression: blockwise4",
+            )
+        if self.grad_compression == "powersgd" and self.small_compression not in ("none", "float16"):
+            raise impossible(
+                "small_compression",
+                "the factors of powersgd travel by it, and have to be exact",
+                "set small_compression: float16",
             )
         if self.delay_grad_averaging and not self.delay_optimizer_step:
             raise impossible(

@@ -9,6 +9,7 @@ import torch
 
 from volunteer_kit.model.dalle import Dalle
 from volunteer_kit.model.transformers_model import shapes_of
+from volunteer_kit.swarm.power_sgd import values_of
 from volunteer_kit.swarm.sparse_codec import bits_per_value
 
 if TYPE_CHECKING:
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
 
 def parameters_of(config: RunConfig) -> int:
     """How many numbers the run's model learns; takes no memory."""
-    if not config.draws:
-        return sum(p.numel() for p in shapes_of(config.model).parameters() if p.requires_grad)
+    return sum(map(math.prod, _learnt(config)))
+
+
+def _learnt(config: RunConfig) -> list[torch.Size]:
     with torch.device("meta"):
-        return Dalle(config.model).num_parameters()
+        model = Dalle(config.model) if config.draws else shapes_of(config.model)
+    return [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
 
 
 def state_bytes(config: RunConfig) -> int:
@@ -33,6 +37,9 @@ def state_bytes(config: RunConfig) -> int:
 
 def step_bytes(config: RunConfig) -> int:
     """What one global step sends and receives, about: gradients there and their average back."""
+    if config.swarm.grad_compression == "powersgd":
+        values = values_of(_learnt(config), config.swarm.grad_rank)
+        return 2 * values * (4 if config.swarm.small_compression == "none" else 2)
     sparse = bits_per_value(config.swarm.grad_density) / 8
     bytes_each = {"none": 4, "float16": 2, "uniform4": 0.5, "blockwise4": 0.5, "sparse": sparse}
     return math.ceil(2 * parameters_of(config) * bytes_each.get(config.swarm.grad_compression, 1))

@@ -111,6 +111,7 @@ class RunConfig(BaseModel):
                 "sparse" in (self.swarm.grad_compression, self.swarm.small_compression),
                 "set swarm: grad_compression: blockwise8 and small_compression: float16",
             ),
+            ("PowerSGD", self.swarm.grad_compression == "powersgd", "set swarm: grad_compression: blockwise8"),
             ("outer optimizer (local steps)", self.swarm.local_steps is not None, "leave swarm: local_steps out"),
             ("uniform8", self.swarm.grad_compression == "uniform8", "set swarm: grad_compression: blockwise8"),
             (
@@ -185,7 +186,7 @@ class FineTuneConfig(RunConfig):
 
 _AVERAGING_FIELDS = {
     "average_state_every", "grad_compression", "state_compression", "small_compression", "compress_above",
-    "delay_optimizer_step", "delay_grad_averaging", "aggregation", "grad_density",
+    "delay_optimizer_step", "delay_grad_averaging", "aggregation", "grad_density", "grad_rank",
     "local_steps",
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ def swarm_options(run: RunConfig, max_mbps: float | None = None, left_over: Path
     :param left_over: file, of this machine's volunteer
     """
     swarm = run.swarm
+    is_low_rank = swarm.grad_compression == "powersgd"
     small = "float16" if leaves_out(CODECS[swarm.small_compression]) else swarm.small_compression  # of a state
     return SwarmOptions(
         run_key=run_key_of(run),
@@ -52,8 +53,12 @@ def swarm_options(run: RunConfig, max_mbps: float | None = None, left_over: Path
         delay_optimizer_step=swarm.delay_optimizer_step,
         delay_grad_averaging=swarm.delay_grad_averaging,
         grad_codec=make_codec(
-            swarm.small_compression, swarm.grad_compression, swarm.compress_above, swarm.grad_density
+            swarm.small_compression,
+            swarm.small_compression if is_low_rank else swarm.grad_compression,
+            swarm.compress_above,
+            swarm.grad_density,
         ),
+        grad_rank=swarm.grad_rank if is_low_rank else None,
         state_codec=make_codec(small, swarm.state_compression, swarm.compress_above),
         verification=Settings(**run.verification.model_dump()) if run.verification else None,
         clips=swarm.aggregation == "centered_clip",

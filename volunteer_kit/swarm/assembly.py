@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import hivemind
@@ -14,6 +15,7 @@ from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.local_steps import LocalSteps, LocalStepsConfig
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer
+from volunteer_kit.swarm.power_sgd import PowerSGDAverager
 from volunteer_kit.swarm.progress import Limits, SwarmProgressTracker
 from volunteer_kit.swarm.reach import Reach
 from volunteer_kit.swarm.state import SwarmStateAverager
@@ -132,8 +134,12 @@ class AssembledOptimizer(hivemind.Optimizer):
         options |= {"verification": self.options.verification, "clips": self.options.clips}
         options |= {"left_over_path": self.options.left_over}
 
+        averager = SwarmGradientAverager
+        if self.options.grad_rank is not None:
+            averager = partial(PowerSGDAverager, rank=self.options.grad_rank)
+
         def make(**hivemind_kwargs) -> SwarmGradientAverager:
-            self._begun.append(SwarmGradientAverager(**{**hivemind_kwargs, **options, "allow_state_sharing": False}))
+            self._begun.append(averager(**{**hivemind_kwargs, **options, "allow_state_sharing": False}))
             return self._begun[-1]
 
         return super()._make_gradient_averager(make, **kwargs)

@@ -41,6 +41,7 @@ class SwarmOptions:
         choice
     :param max_mbps: Mbit/s that this peer may send, and as much that it may receive; None: as much as the line has. Its
         own choice: set it when the line is needed for something else
+    :param grad_rank: of PowerSGD, by which gradients are averaged; `grad_codec` is then of its factors. None: not
     :param verification: contributions are looked at, and who cheats is banned; None: not. The rule must be
         CenteredClip, or (`clips` False) the mean
     :param verbose: say in the log when epochs and rounds begin
@@ -66,6 +67,7 @@ class SwarmOptions:
     max_samples_per_second: float = 10_000.0
     max_mbps: float | None = None
     left_over: Path | None = None
+    grad_rank: int | None = None
     verification: Settings | None = None
     clips: bool = True
     verbose: bool = False

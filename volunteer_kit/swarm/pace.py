@@ -34,15 +34,20 @@ class Pace:
         self._serializer, self._speed, self._bandwidth = serializer, speed, bandwidth
         self.exchange = None if exchange_timeout is None else Deadline(exchange_timeout)
         self._late = LateReducers()
+        self.mark = b""  # told with the rest: of what our last round has left with us
 
     def told(self, entry: bytes) -> bytes:
         """Our entry for the next group, with what we know."""
         bandwidth = self._speed.mbps if self._bandwidth is None else self._bandwidth
         seconds = self.exchange.learnt if self.exchange is not None else None
-        return with_pace(entry, self._serializer, bandwidth, seconds, self._late.named)
+        return with_pace(entry, self._serializer, bandwidth, seconds, self._late.named, self.mark)
 
     def _entries(self, group: GroupInfo) -> list[Entry]:
         return [read_entry(data, self._serializer) or UNUSABLE for data in group.gathered]
+
+    def is_marked_alike(self, group: GroupInfo) -> bool:
+        """Has the last round left the same with all members?"""
+        return {entry.mark for entry in self._entries(group)} == {self.mark} != {b""}
 
     def exchange_seconds(self, group: GroupInfo) -> float | None:
         """This group's deadline for its exchange."""

@@ -39,7 +39,7 @@ MISQUOTED = "the leader told the group something else of us than we had told it"
 # what a member answers that runs a group of other words at this moment; who has just left any answers BAD_GROUP_ID
 OTHER_GROUP = averaging_pb2.PROTOCOL_VIOLATION
 MAX_GROUP_ID = 64  # bytes; hivemind's have 20
-DIGEST_SIZE = 16
+DIGEST_SIZE = MARK_SIZE = 16
 # of the run's matchmaking_time, and s: waited for who is expected, at least. An entry takes a second or two to spread
 MATCHMAKING_FLOOR, LEAST_MATCHMAKING = 1 / 5, 1.0
 LATER = 0.01  # s
@@ -78,6 +78,7 @@ class Entry:
     words: Any
     seconds: float | None = None  # that it has learnt to await a round; None: it does not know
     late: frozenset[bytes] = frozenset()  # names of reducers that it has seen being late
+    mark: bytes = b""  # of what its last round has left with it, for the next one
 
 
 UNUSABLE = Entry(0.0, AveragingMode.AUX, None)  # neither sends nor reduces
@@ -94,16 +95,22 @@ def read_entry(data: bytes, serializer: type[SerializerBase]) -> Entry | None:
         return None
     if bandwidth is not None and not _is_bandwidth(bandwidth):
         return None
-    seconds, late = more[0][:2] if more and type(more[0]) is list and len(more[0]) >= 2 else (None, ())
-    return Entry(bandwidth, AveragingMode(mode), words, _read_seconds(seconds), _read_names(late))
+    seconds, late, *rest = more[0] if more and type(more[0]) is list and len(more[0]) >= 2 else (None, ())
+    mark = rest[0] if rest and type(rest[0]) is bytes and len(rest[0]) == MARK_SIZE else b""
+    return Entry(bandwidth, AveragingMode(mode), words, _read_seconds(seconds), _read_names(late), mark)
 
 
 def with_pace(
-    data: bytes, serializer: type[SerializerBase], bandwidth: float | None, seconds: float | None, late: Sequence[bytes]
+    data: bytes,
+    serializer: type[SerializerBase],
+    bandwidth: float | None,
+    seconds: float | None,
+    late: Sequence[bytes],
+    mark: bytes = b"",
 ) -> bytes:
     """The entry that hivemind has made, with what our rounds have shown. Later kits may tell more behind it."""
     _, mode, user_data = serializer.loads(data)[:3]
-    return serializer.dumps([bandwidth, mode, user_data, [seconds, list(late)]])
+    return serializer.dumps([bandwidth, mode, user_data, [seconds, list(late), *([mark] if mark else [])]])
 
 
 def _read_seconds(told: Any) -> float | None:
