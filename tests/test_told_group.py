@@ -183,6 +183,14 @@ class MisquotingLeader(SwarmAverager):
             yield message
 
 
+class SlowToRead(SwarmAverager):
+    """What the others send of its group is here before it has looked at what the group was told."""
+
+    async def _aggregate_with_group(self, *args, **kwargs):
+        await asyncio.sleep(1.0)
+        return await super()._aggregate_with_group(*args, **kwargs)
+
+
 @pytest.fixture(scope="module")
 def peers(peer):
     others = []
@@ -198,15 +206,21 @@ def peers(peer):
 
 @contextlib.contextmanager
 def averagers(
-    peers, prefix: str, lie: Callable | None, last_is_client: bool = False, kind: type = LyingLeader
+    peers,
+    prefix: str,
+    lie: Callable | None,
+    last_is_client: bool = False,
+    kind: type = LyingLeader,
+    other: type = SwarmAverager,
 ) -> Iterator[list[SwarmAverager]]:
     """The first one leads, and lies."""
     liar = type("SwarmAverager", (kind,), {"lie": staticmethod(lie)}) if lie else SwarmAverager
+    other = type("SwarmAverager", (other,), {})
     started: list[SwarmAverager] = []
     try:
         for i, peer in enumerate(peers):
             started.append(
-                (liar if i == 0 else SwarmAverager)(
+                (liar if i == 0 else other)(
                     [torch.full((4000,), float(i))],
                     dht=peer.dht,
                     prefix=prefix,
@@ -284,8 +298,10 @@ def test_the_next_attempt_has_another_leader_and_tells(peers):
         controls[0].cancel()
 
 
-def test_who_is_misquoted_to_everybody_leaves_and_follows_another(peers):
-    with averagers(peers[:2], "misquoted", lambda: None, kind=MisquotingLeader) as members:
+@pytest.mark.parametrize("follower", [SwarmAverager, SlowToRead])
+def test_who_is_misquoted_to_everybody_leaves_and_follows_another(peers, follower):
+    prefix = f"misquoted {follower.__name__}"
+    with averagers(peers[:2], prefix, lambda: None, kind=MisquotingLeader, other=follower) as members:
         controls = begin(members, allow_retries=False)
         for control, words in zip(controls, (LED_APART, MISQUOTED), strict=True):
             with pytest.raises(MatchmakingException, match=words):

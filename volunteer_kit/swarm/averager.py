@@ -178,11 +178,14 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         if self._exchange_timeout is not None:  # hivemind reads _allreduce_timeout next
             self._exchange_timeout = self.pace.exchange_seconds(group_info)
             self._allreduce_timeout = (1 + RECOVERY) * self._exchange_timeout + self._beside_exchange
-        with super()._register_allreduce_group(as_exchanged(group_info)):
+        exchanged = as_exchanged(group_info)
+        with super()._register_allreduce_group(exchanged):
             try:
                 yield
             finally:
                 self._past_groups.append(group_info.group_id)
+                if not (runner := self._running_groups[exchanged.group_id]).done():
+                    runner.cancel()  # a member's call waits for it, and would to the end of its round
 
     def is_in_agreement(self, gathered: dict[PeerID, Any]) -> bool:
         """Do all members hold the same, so that nothing has to be exchanged? Gradients never do."""
