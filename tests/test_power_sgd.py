@@ -18,8 +18,9 @@ from volunteer_kit.runs import load_run
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.codec import CODECS
 from volunteer_kit.swarm.left_over import LeftOver
+from volunteer_kit.swarm.low_rank import matrix_of, values_of
 from volunteer_kit.swarm.pace import Pace
-from volunteer_kit.swarm.power_sgd import PowerSGDAverager, matrix_of, second_id, values_of
+from volunteer_kit.swarm.power_sgd import PowerSGDAverager, second_id
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import MARK_SIZE
 

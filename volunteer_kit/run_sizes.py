@@ -9,7 +9,7 @@ import torch
 
 from volunteer_kit.model.dalle import Dalle
 from volunteer_kit.model.transformers_model import shapes_of
-from volunteer_kit.swarm.power_sgd import values_of
+from volunteer_kit.swarm.low_rank import values_of
 from volunteer_kit.swarm.sparse_codec import bits_per_value
 
 if TYPE_CHECKING:

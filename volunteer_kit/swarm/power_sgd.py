@@ -19,35 +19,16 @@ from pathlib import Path
 import torch
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.compression import CompressionInfo
-from hivemind.utils.math import get_flatten_greedy_dims, orthogonalize_
+from hivemind.utils.math import orthogonalize_
 
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.left_over import LeftOver
 from volunteer_kit.swarm.lost_answers import GivenAnswers
+from volunteer_kit.swarm.low_rank import matrix_of
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import DIGEST_SIZE, MARK_SIZE, exchange_id, leaders_id
 
 PHASES = 2  # of one round, one after the other
-
-
-def matrix_of(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
-    """(rows, columns) that a tensor is seen as; None: it goes as it is, two narrow ones were more than half of it.
-
-    Equal on all peers, but not for tensors that were reshaped.
-    """
-    if len(shape) < 2:
-        return None
-    rows, columns = get_flatten_greedy_dims(torch.empty(*shape, device="meta"))
-    return (rows, columns) if 2 * rank * (rows + columns) <= rows * columns else None
-
-
-def values_of(shapes: Iterable[Sequence[int]], rank: int) -> int:
-    """That go round in place of the tensors'."""
-    total = 0
-    for shape in shapes:
-        matrix = matrix_of(shape, rank)
-        total += rank * sum(matrix) if matrix else torch.Size(shape).numel()
-    return total
 
 
 def second_id(exchanged: bytes) -> bytes:
