@@ -174,6 +174,18 @@ def test_a_schedule_goes_on_where_the_run_is(taken, epoch, then):
     assert schedule.last_epoch == then
 
 
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_a_schedule_can_be_put_back_to_where_the_run_took_it_over():
+    plain = make("AdamW", parameters())
+    inner = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
+    go(schedule := Schedule(inner, plain, epoch=0), 2)
+    kept = schedule.state_dict()
+    go(schedule, 5)
+    schedule.load_state_dict(kept)
+    go(schedule, 4)
+    assert inner.last_epoch == 4 and plain.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
+
+
 def test_statistics_of_16_bits_become_those_of_32():
     own = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters()]
     plain = make("AdamW", own)

@@ -147,8 +147,9 @@ class Counting(torch.optim.Optimizer):
 
 
 def make_averager(
-    peer, *, start: bool = False, lr: float = 0.1, seed: int = 0, period: float = 5.0, prefix: str = "state"
-) -> SwarmStateAverager:
+    peer, *, start: bool = False, lr: float = 0.1, seed: int = 0, period: float = 5.0, prefix: str = "state",
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
+) -> SwarmStateAverager:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,)]]
     return SwarmStateAverager(
@@ -156,7 +157,7 @@ def make_averager(
         prefix=prefix,
         params=params,
         optimizer=lambda groups: Counting(groups, lr=lr),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
+        scheduler=scheduler,
         offload_optimizer=True,
         custom_gradients=True,
         client_mode=False,
@@ -354,6 +355,50 @@ def test_a_joiner_waits_for_a_step_whose_gradients_are_under_way(averager):
     metadata, tensors, _ = averager.get_current_state()
     assert metadata["epoch"] == 1 and metadata["numbers"] == [1, 1] and tensors[4].item() == 0.25
     averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+
+
+def test_a_copy_for_ourselves_waits_for_no_round(averager):
+    """A checkpoint every ten minutes cost a device one round's time each."""
+    arrived, held = threading.Event(), [tensor.clone() for tensor in averager.state_tensors()]
+    averager.step(
+        increment_epoch=True,
+        optimizer_step=True,
+        delay_optimizer_step=True,
+        delay_averaging=True,
+        wait_for_trigger=arrived.wait,
+    )
+    metadata, tensors = averager.state_now()
+    assert not averager.is_between_steps and metadata["epoch"] == 0 and digest(tensors) == digest(held)
+    arrived.set()
+    averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+    assert averager.state_now()[0]["epoch"] == 1
+
+
+RATES = {
+    "of the epoch": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
+    "of the one before": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+}
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_who_goes_back_goes_on_at_the_rates_of_those_epochs(peer, rate):
+    """By equal steps to an equal model: with the later rate it would be another one, under the same name."""
+
+    def step(averager, *names):
+        for averager.round_name in names:
+            averager.step(increment_epoch=True, optimizer_step=True)
+
+    straight, astray = (make_averager(peer, scheduler=RATES[rate]) for _ in range(2))
+    step(straight, b"1", b"2", b"3", b"4", b"5")
+    step(astray, b"1", b"2")
+    astray.steps_alone = True
+    step(astray, b"alone")
+    astray.steps_alone = True
+    step(astray, b"alone again")
+    assert astray.take_back_lone_steps() and astray.local_epoch == 2
+    step(astray, b"3", b"4", b"5")
+    assert digest(astray.state_tensors()) == digest(straight.state_tensors())
+    assert astray.lineage == straight.lineage and astray.local_epoch == 5
 
 
 def test_a_step_that_takes_longer_is_not_told_before_it_is_true(averager, monkeypatch):

@@ -38,6 +38,7 @@ from volunteer_kit.swarm.agreement import (
 from volunteer_kit.swarm.averaged_state import AveragedState
 from volunteer_kit.swarm.local_steps import LocalSteps
 from volunteer_kit.swarm.lone_step import LoneSteps
+from volunteer_kit.swarm.schedule import Scheduled
 from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
 logger = get_logger(__name__)
@@ -61,7 +62,7 @@ def digest(tensors) -> str:
     return hasher.hexdigest()
 
 
-class SwarmStateAverager(LoneSteps, AveragedState, TrainingStateAverager):
+class SwarmStateAverager(LoneSteps, Scheduled, AveragedState, TrainingStateAverager):
     """Parameters and statistics of this peer.
 
     After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
@@ -173,13 +174,9 @@ class SwarmStateAverager(LoneSteps, AveragedState, TrainingStateAverager):
         return len(self.main_parameters) + len(self.extra_tensors)
 
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
-        """A copy of one moment. Raises StateRefused while statistics are on their way: it would be of two."""
+        """For who downloads it: after a step that is under way. Raises StateRefused as state_now."""
         self._step_done.wait(STEP_PATIENCE * self.next_chunk_timeout)
-        if not self.complete:
-            raise StateRefused("our own statistics are still on their way")
-        with torch.no_grad(), self.lock_averaged_tensors:
-            tensors = [tensor.detach().cpu().clone() for tensor in self.state_tensors()]
-            metadata = {**self.metadata(), "past": list(self._past)}
+        metadata, tensors = self.state_now()
         infos = [
             CompressionInfo.from_tensor(
                 tensor, key=i, role=TensorRole.PARAMETER if i < self.num_parameters else TensorRole.OPTIMIZER
@@ -187,6 +184,16 @@ class SwarmStateAverager(LoneSteps, AveragedState, TrainingStateAverager):
             for i, tensor in enumerate(tensors)
         ]
         return metadata, tensors, infos
+
+    def state_now(self) -> tuple[dict, list[torch.Tensor]]:
+        """A copy of one moment, and what belongs to it. While a round is under way that is the state before its step:
+        who waited for the next one would wait as long as the network. Raises StateRefused while statistics are on
+        their way: it would be of two moments."""
+        if not self.complete:
+            raise StateRefused("our own statistics are still on their way")
+        with torch.no_grad(), self.lock_averaged_tensors:
+            tensors = [tensor.detach().cpu().clone() for tensor in self.state_tensors()]
+            return {**self.metadata(), "past": list(self._past)}, tensors
 
     def metadata(self) -> dict[str, Any]:
         """The state's epoch, lineage and order (if there was one), and the statistics that are plain numbers."""

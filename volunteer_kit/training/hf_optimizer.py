@@ -148,6 +148,13 @@ class Schedule:
         self._scheduler.step()
         self._step_count += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"step_count": self._step_count, "scheduler": self._scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step_count = state["step_count"]
+        self._scheduler.load_state_dict(state["scheduler"])
+
 
 def hand_over(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Let a schedule, and those that it is made of, set another optimizer's learning rates."""
