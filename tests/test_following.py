@@ -112,8 +112,13 @@ def test_alone_every_step_is_reported_with_its_samples(optimizer):
 def test_steps_taken_alone_are_given_up_with_the_state_and_kept_at_the_end(optimizer, monkeypatch):
     train(optimizer, 1)
     optimizer.reports.clear()
+
+    def taken(**_) -> bool:
+        optimizer.state_averager.kept_until = -1
+        return True
+
     with monkeypatch.context() as patch:  # somebody gives us another state
-        patch.setattr(optimizer.state_averager, "load_state_from_peers", lambda **_: True)
+        patch.setattr(optimizer.state_averager, "load_state_from_peers", taken)
         assert optimizer.load_state_from_peers()
     train(optimizer, 1)
     (report,) = optimizer.reports
@@ -219,11 +224,12 @@ def alone_in_sight(optimizer, monkeypatch, swarm_epoch: int) -> None:
 
     monkeypatch.setattr(optimizer, "_await_round", nobody)
     monkeypatch.setattr(optimizer, "_follow", None)
-    monkeypatch.setattr(optimizer, "_stepped_alone", False)
+    monkeypatch.setattr(optimizer, "_stepped_apart", False)
+    monkeypatch.setattr(optimizer, "_look_at", 0.0)
     monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 3)
     epoch = optimizer.local_epoch + 1
-    optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": (), "num_peers": 3, "started": 0.0,
-                         "swarm_epoch": swarm_epoch, "told": optimizer.state_averager.told}  # fmt: skip
+    optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": ("missed",), "num_peers": 3,
+                         "started": 0.0, "swarm_epoch": swarm_epoch, "told": optimizer.state_averager.told}  # fmt: skip
     optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
     optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
 
@@ -232,7 +238,7 @@ def test_whose_round_was_over_follows_at_once(optimizer, monkeypatch):
     """A newcomer that took a state just before its donor stepped would train on a step of its own for an epoch."""
     train(optimizer, 1)
     alone_in_sight(optimizer, monkeypatch, swarm_epoch=optimizer.local_epoch + 1)
-    assert optimizer._follow.at_least == optimizer.local_epoch and not optimizer._stepped_alone
+    assert optimizer._follow.at_least == optimizer.local_epoch and not optimizer._stepped_apart
     assert "the others at" in optimizer.reports[-1].apart
     optimizer._follow = None
 
@@ -240,11 +246,11 @@ def test_whose_round_was_over_follows_at_once(optimizer, monkeypatch):
 @pytest.mark.parametrize(
     "held", ["another", "the same", "of another epoch", "another, but by one of three", "another, by one of six"]
 )
-def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, monkeypatch, held):
+def test_who_stepped_apart_looks_whether_the_others_came_to_the_same(optimizer, monkeypatch, held):
     """Two who each stepped alone, half an epoch apart, would miss each other's rounds for ever."""
     train(optimizer, 1)
     alone_in_sight(optimizer, monkeypatch, swarm_epoch=optimizer.local_epoch)
-    assert optimizer._stepped_alone and optimizer._follow is None
+    assert optimizer._stepped_apart and optimizer._follow is None
     own = read_told(optimizer.state_averager.told)
     another = replace(own, lineage=bytes(len(own.lineage)))
     said = {
@@ -256,14 +262,89 @@ def test_who_stepped_alone_looks_whether_the_others_came_to_the_same(optimizer, 
     }[held]
     monkeypatch.setattr(optimizer.state_averager, "declared", lambda: {peer: one.words() for peer, one in said.items()})
     monkeypatch.setattr(optimizer.tracker, "behind", frozenset([A, B]))
-    optimizer._compare_after_lone_step()
-    assert optimizer._stepped_alone and optimizer._follow is None, "they are still to come"
+    optimizer._compare_after_step_apart()
+    assert optimizer._stepped_apart and optimizer._follow is None, "they are still to come"
     monkeypatch.setattr(optimizer.tracker, "behind", frozenset())
-    optimizer._compare_after_lone_step()
-    assert optimizer._stepped_alone is (held in ("of another epoch", "another, by one of six"))
-    follow, optimizer._follow, optimizer._stepped_alone = optimizer._follow, None, False
+    optimizer._compare_after_step_apart()
+    assert optimizer._stepped_apart is (held in ("of another epoch", "another, by one of six"))
+    gone_on = optimizer.state_averager._before_lone_steps is None
+    assert gone_on is (held in ("the same", "another, but by one of three")), "what was before is needed no longer"
+    follow, optimizer._follow, optimizer._stepped_apart = optimizer._follow, None, False
     assert (follow is not None) is (held == "another")
     assert follow is None or (follow.at_least, set(follow.donors)) == (own.epoch, {A, B})
+
+
+def test_who_goes_back_to_where_all_met_downloads_nothing(optimizer, monkeypatch):
+    """A round that begins there is still to come, or not yet to be had; a state takes ten minutes at home. Not for
+    ever: the others may have gone on from elsewhere."""
+    train(optimizer, 1)
+    epoch = optimizer.local_epoch
+    optimizer._times_back = 0
+    monkeypatch.setattr(optimizer.grad_averager, "make_up_for", lambda *_: None)
+    for gone_back, others_at in ((1, epoch + 1), (2, epoch + 1), (1, epoch + 2), (3, epoch + 1)):
+        alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
+        optimizer._times_back = gone_back - 1
+        is_there = optimizer._make_up_for_rounds(at_least=others_at)
+        assert optimizer.local_epoch == epoch and is_there is (gone_back < 3 and others_at == epoch + 1)
+    optimizer._follow, optimizer._stepped_apart = None, False
+    optimizer._start_epoch_anew()
+
+
+def test_what_is_kept_for_a_restart_is_what_all_held(optimizer, monkeypatch):
+    """From a state that nobody else has ever held, no round can be made up for."""
+    train(optimizer, 1)
+    epoch, held = optimizer.local_epoch, digest(optimizer.training_state())
+    alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
+    assert optimizer.named_state(NAMES)[1]["epoch"] == epoch + 1, "on leaving, what we have"
+    tensors, metadata = optimizer.named_state(NAMES, certain=True)
+    assert metadata["epoch"] == epoch
+    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 1)
+    assert optimizer.named_state(NAMES, certain=True)[1]["epoch"] == epoch + 1, "the swarm is we"
+    optimizer.load_named_state(NAMES, tensors, metadata)
+    assert digest(optimizer.training_state()) == held and optimizer.local_epoch == epoch
+    optimizer._follow, optimizer._stepped_apart = None, False
+
+
+def test_samples_of_a_missed_round_go_into_the_next(optimizer, monkeypatch):
+    """Twice in a row at most: more than three rounds' samples are taken from nobody."""
+    train(optimizer, 1)
+    epoch, averager = optimizer.local_epoch, optimizer.grad_averager
+    optimizer._times_back = 0
+    for missed in (1, 2, 3):
+        optimizer._start_epoch_anew()
+        with averager.get_tensors() as ours:
+            for tensor in ours:
+                tensor.fill_(3.0)
+        alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
+        averager.local_samples_accumulated, averager.local_weight_accumulated = 8, 8.0
+        averager.names, averager.stale = ("since",), 1
+        for accumulator in averager._grad_accumulators():
+            accumulator.zero_()
+        optimizer._take_back_lone_steps()
+        assert optimizer.local_epoch == epoch and not optimizer.state_averager.take_back_lone_steps()
+        mean = {float(value) for tensor in averager._grad_accumulators() for value in tensor.flatten()}
+        found = averager.local_samples_accumulated, averager.local_weight_accumulated, averager.names, averager.stale
+        if missed < 3:
+            assert found == (24, 24.0, ("missed", "since"), 0) and mean == {2.0}
+        else:
+            assert found == (8, 8.0, ("since",), 1) and mean == {0.0}
+    optimizer._follow, optimizer._stepped_apart = None, False
+    optimizer._start_epoch_anew()
+
+
+@pytest.mark.parametrize("met, received, is_apart", [(5, 1.0, False), (4, 1.0, True), (2, 1.0, True), (7, 0.9, True)])
+def test_a_step_is_the_swarms_with_more_than_half_of_those_here(optimizer, monkeypatch, met, received, is_apart):
+    """Of eight. Two halves that each went on would never meet again; and one dead peer made all keep, epoch after
+    epoch, what they had held when all had met, and one of them went back to it."""
+    own_id = optimizer.dht.peer_id
+    group = (own_id, *(PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, met)))
+    monkeypatch.setattr(optimizer, "_await_round", lambda control: Round(group=group, received=received))
+    monkeypatch.setattr(optimizer, "_follow", None)
+    optimizer._report = {"epoch": 5, "samples": 16, "weight": 16.0, "names": (), "num_peers": 8, "started": 0.0,
+                         "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
+    optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
+    assert optimizer._stepped_apart is optimizer.state_averager.steps_alone is is_apart
+    optimizer._stepped_apart = optimizer.state_averager.steps_alone = False
 
 
 def test_who_leaves_while_apart_does_not_count_on_his_last_step(optimizer, monkeypatch):

@@ -97,6 +97,16 @@ def test_the_average_of_the_round_that_began_with_what_we_hold():
     assert torch.equal(torch.cat([tensor.flatten() for tensor in ours.tensors]), VALUES)
 
 
+@pytest.mark.parametrize("lost", [-1, 1])
+def test_who_made_up_for_a_round_gives_it_on(lost):
+    """Those who met may be gone by then: of eight, two that were parted from the rest, and killed."""
+    first, second, third = Averager(), Averager(), Averager()
+    first.log(held(4), VALUES, lost=lost)
+    assert fetch(second, held(4), first) == fetch(third, held(4), second) == b"round"
+    assert all(torch.equal(a, b) for a, b in zip(second.tensors, third.tensors, strict=True))
+    assert any(bool(tensor.any()) for tensor in third.tensors)
+
+
 @pytest.mark.parametrize(
     "under_way, lack, over, answer",
     [(1, 0, 0, UNDER_WAY), (2, 1, 0, UNDER_WAY), (1, 2, 0, None), (1, 0, 2, b"round"), (0, 2, 0, None)],

@@ -129,7 +129,7 @@ class AloneOptimizer:
             for ours, theirs in zip(self.training_state(), tensors, strict=True):
                 ours.copy_(theirs)
 
-    def named_state(self, names):
+    def named_state(self, names, certain=False):
         tensors = dict(zip([*names, "optimizer/weight/m"], self.training_state(), strict=True))
         return {name: tensor.clone() for name, tensor in tensors.items()}, {"epoch": self.local_epoch, "numbers": []}
 

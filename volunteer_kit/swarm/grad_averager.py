@@ -128,6 +128,21 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
             torch._foreach_lerp_(accumulators, grads, weight / self.local_weight_accumulated)
         return True
 
+    @torch.no_grad()
+    def take_back(self, samples: int, weight: float, names: Sequence) -> None:
+        """What a step that nobody shared was made of, and is in the buffers still, is accumulated again.
+
+        :param samples: that it was of, as the averager counted them then; likewise `weight` and `names`
+        """
+        self.local_samples_accumulated += samples
+        self.local_times_accumulated += 1
+        self.local_weight_accumulated += weight
+        self.names = (*names, *self.names)
+        with self.get_tensors() as ours:
+            accumulators = list(self._grad_accumulators())
+            ours = [tensor.to(accumulator) for tensor, accumulator in zip(ours, accumulators, strict=True)]
+            torch._foreach_lerp_(accumulators, ours, weight / self.local_weight_accumulated)
+
     def reset_accumulated_grads_(self) -> None:
         super().reset_accumulated_grads_()
         self.names, self.stale, self.local_weight_accumulated = (), 0, 0.0

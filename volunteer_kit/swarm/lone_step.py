@@ -28,6 +28,11 @@ class LoneSteps:
             self._before_lone_steps = None
         self.steps_alone = False
 
+    def before_lone_steps(self) -> tuple[dict, list[torch.Tensor]] | None:
+        """What we held before them, as state_now gives it."""
+        before = self._before_lone_steps
+        return before and (dict(before[0]), before[1])
+
     def take_back_lone_steps(self) -> bool:
         """Hold what we held before them. Between two steps. :returns: whether there were any"""
         before = self._before_lone_steps

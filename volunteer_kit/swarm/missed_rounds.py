@@ -41,6 +41,7 @@ ASKED = 5  # members at once
 LEAST_ACCOUNTS = 2  # that tell the same, in a run that knows accounts
 PATIENCE = 10.0  # s, for their answers
 MAX_NAME = 4096  # bytes of what a round is called
+NOT_OURS = -1  # place in the group of who was not in it
 LACKS, UNDER_WAY = b"lacks", b"under way"  # answers, where there is no round to tell of
 PARTS_AT_ONCE = 8  # on their way, of all reducers: each comes from another busy line
 
@@ -60,7 +61,8 @@ class Logged:
 
 
 class RoundsLogged(AnswersKept):
-    """Part of SwarmGradientAverager: the averages of its last rounds, given to those who missed them; and fetched."""
+    """Part of SwarmGradientAverager: the averages of its last rounds, given to those who missed them; and fetched, and
+    then given as well: two who met alone may have been killed since, or gone back themselves."""
 
     def _begin_to_keep(self) -> None:
         super()._begin_to_keep()
@@ -177,11 +179,13 @@ class RoundsLogged(AnswersKept):
         askings = [Asking(exchange_id, reducer, {p: stubs[p] for p in sources}) for reducer in range(len(sizes))]
         wanted = ((asking, part) for asking, count in zip(askings, counts, strict=True) for part in range(count))
         reducers = (reducer for reducer, count in enumerate(counts) for _ in range(count))  # of these
+        given = GivenAnswers((self.peer_id,) * len(sizes), NOT_OURS, sizes, patience=0.0)  # for who asks us
         firsts = list(accumulate(sizes, initial=0))
         vector, hasher, places = torch.zeros(self.total_size), hashlib.blake2b(digest_size=DIGEST_SIZE), firsts[:-1]
         async with aclosing(parts_of(wanted, sources, PARTS_AT_ONCE)) as answers:
             async for message in answers:
                 reducer = next(reducers)
+                given.note(reducer, message)
                 await self.traffic.receive(len(message.buffer))
                 hasher.update(message.buffer)
                 part = (await asyncio.to_thread(read_values, message)).reshape(-1)
@@ -197,6 +201,7 @@ class RoundsLogged(AnswersKept):
         async with enter_asynchronously(self.get_tensors()) as tensors:
             for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+        self._log_round(exchange_id, given, held, name)
         return name
 
     def _votes(self, told: dict[PeerID, Any]) -> Counter:

@@ -75,8 +75,8 @@ class SwarmOptimizer(MeetingOptimizer):
         self._taken, self.only_accumulated = True, True
         if self.obey_orders():
             return True
-        if self._stepped_alone and self._follow is None:
-            self._compare_after_lone_step()
+        if self._stepped_apart and self._follow is None:
+            self._compare_after_step_apart()
         if self._follow is not None and self._catch_up():
             return True  # the gradients at hand are of the model we just gave up
         if self.cut_off is not None:
@@ -209,8 +209,10 @@ class SwarmOptimizer(MeetingOptimizer):
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 # those who did not come may have met elsewhere, and be more; or others got what we did not
-                whole = len(outcome) >= report.get("expected", 1) and outcome.received == 1
-                self.state_averager.steps_alone = self._follow is not None or not whole
+                for_certain = 2 * len(outcome) > report["num_peers"] and outcome.received == 1
+                self.state_averager.steps_alone = self._follow is not None or not for_certain
+                self._stepped_apart = self._follow is None and not for_certain
+                self._times_back = 0 if for_certain else self._times_back
                 failure = outcome.out_of_step().get(own_id)
                 if failure is None:  # else it was a round of another epoch than that of which we know claims
                     self._settle_claims(report, outcome)
@@ -230,9 +232,15 @@ class SwarmOptimizer(MeetingOptimizer):
             self._finish_report(report, outcome, failure, cause)
 
     def _settle_absence(self, report: dict[str, Any], outcome: Round) -> None:
-        self._stepped_alone = False
-        if not outcome.group and report["num_peers"] > 1:
+        self._stepped_apart, self._alone = False, None
+        if outcome.group:
+            return
+        if report["samples"] and self.grad_averager.local_steps is None:
+            self._alone = report["samples"], report["weight"], report["names"]
+        if report["num_peers"] > 1:
             self._miss_round(report["epoch"] - 1, report["swarm_epoch"])
+        elif self.uncertain_steps.has_met:  # their records are over; it may be our line that was
+            self._stepped_apart = self.state_averager.steps_alone = True
 
     def _settle_claims(self, report: dict[str, Any], outcome: Round) -> None:
         """What others claimed of this epoch beside what they weighed; in samples, though a weight may be of other

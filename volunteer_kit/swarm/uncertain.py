@@ -22,7 +22,7 @@ class UncertainSteps:
 
     def __init__(self, certain_after: float, after_meeting: float, clock: Callable[[], float] = time.monotonic):
         self._certain_after, self._after_meeting, self._clock = certain_after, after_meeting, clock
-        self._undecided = self._has_met = False  # there are some; somebody was here
+        self._undecided = self.has_met = False  # there are some; somebody was here
         self._likely_until, self._is_doubtful = -1, False  # the last of those that all were whole; one was not
         self._alone_since: float | None = None
         self._last, self._kept_until = -1, None
@@ -36,7 +36,7 @@ class UncertainSteps:
             self._met()
         elif self._alone_since is None:
             self._alone_since = now
-        elif now - self._alone_since >= (self._after_meeting if self._has_met else self._certain_after):
+        elif now - self._alone_since >= (self._after_meeting if self.has_met else self._certain_after):
             self._decide(epoch)
             return True
         self._undecided, self._is_doubtful = True, self._is_doubtful or not whole
@@ -66,7 +66,7 @@ class UncertainSteps:
         return kept_until
 
     def _met(self) -> None:
-        self._has_met, self._alone_since = True, None
+        self.has_met, self._alone_since = True, None
 
     def _decide(self, kept_until: int) -> None:
         if self._undecided:

@@ -74,13 +74,16 @@ class SaveCheckpoints(Callback):
 
     def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None:
         if time.monotonic() - self._last >= self._every:
-            self.save(trainer.optimizer)
+            self.save(trainer.optimizer, certain=True)
 
-    def save(self, optimizer: SwarmOptimizer) -> Path | None:
-        """Save now. :returns: the checkpoint's folder, None if it could not be saved (told as a warning)."""
+    def save(self, optimizer: SwarmOptimizer, certain: bool = False) -> Path | None:
+        """Save now. :returns: the checkpoint's folder, None if it could not be saved (told as a warning).
+
+        :param certain: as of SwarmOptimizer.named_state
+        """
         self._last = time.monotonic()
         try:
-            tensors, metadata = optimizer.named_state(self._names)
+            tensors, metadata = optimizer.named_state(self._names, certain)
             path = save_checkpoint(self.folder, tensors, {**self._meta, **metadata})
             keep_last(self.folder, 3)
         except CheckpointError as e:
