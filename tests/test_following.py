@@ -332,6 +332,23 @@ def test_samples_of_a_missed_round_go_into_the_next(optimizer, monkeypatch):
     optimizer._start_epoch_anew()
 
 
+def test_who_made_up_for_the_round_that_it_missed_trains_on_with_its_samples(optimizer, monkeypatch):
+    train(optimizer, 1)
+    epoch, answers = optimizer.local_epoch, iter([b"round", None])
+    optimizer._start_epoch_anew()
+    optimizer._times_back = 0
+    alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
+    monkeypatch.setattr(optimizer.grad_averager, "make_up_for", lambda *_: next(answers))
+    assert optimizer._take_state(at_least=epoch + 1) and optimizer.local_epoch == epoch + 1
+    progress = optimizer.tracker.local_progress
+    assert (progress.epoch, progress.samples_accumulated) == (epoch + 1, 16)
+    assert optimizer.grad_averager.names == ("missed",) and optimizer.grad_averager.stale == 1
+    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 1)
+    optimizer.reports.clear()
+    train(optimizer, 1)
+    assert optimizer.reports[-1].samples >= 24, "with those of this epoch"
+
+
 @pytest.mark.parametrize("met, received, is_apart", [(5, 1.0, False), (4, 1.0, True), (2, 1.0, True), (7, 0.9, True)])
 def test_a_step_is_the_swarms_with_more_than_half_of_those_here(optimizer, monkeypatch, met, received, is_apart):
     """Of eight. Two halves that each went on would never meet again; and one dead peer made all keep, epoch after

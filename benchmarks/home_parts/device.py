@@ -124,14 +124,10 @@ def on_the_wire() -> dict[str, int]:
     for row in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = row.partition(":")
         if name.strip() == "line":
-            (
-                received,
-                packets_received,
-                *_,
-            ) = (counted := counters.split())[:2]
+            counted = [int(value) for value in counters.split()]
             return {
-                "wire_sent": int(counted[8]), "wire_received": int(received),
-                "packets_sent": int(counted[9]), "packets_received": int(packets_received),
+                "wire_sent": counted[8], "wire_received": counted[0],
+                "packets_sent": counted[9], "packets_received": counted[1],
             }  # fmt: skip
     return {}
 

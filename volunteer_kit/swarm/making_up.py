@@ -178,4 +178,4 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         self._tell_tracker_where_we_are()
         if made_up_for:
             self.grad_averager.stale = len(self.grad_averager.names)
-        self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
+        self.tracker.count_again(self.local_epoch, self.grad_averager.local_samples_accumulated)

@@ -200,6 +200,15 @@ class SwarmProgressTracker(ProgressTracker):
             self._attends, self._trained = False, local_epoch
         super().report_local_progress(local_epoch, samples_accumulated, update_global_samples)
 
+    def count_again(self, epoch: int, samples: int) -> None:
+        """We are at `epoch` with so many samples, of which some were computed earlier: they say nothing of our speed.
+        While updates are paused."""
+        if epoch == self.local_progress.epoch == self.global_progress.epoch:
+            self.global_progress.samples_accumulated += samples - self.local_progress.samples_accumulated
+        self.local_progress = self._get_local_progress(epoch, samples)
+        self.should_report_progress.urgent = True
+        self.should_report_progress.set()
+
     def shutdown(self, timeout: float | None = None) -> None:
         self.should_report_progress.urgent = True
         super().shutdown(timeout)
