@@ -216,7 +216,7 @@ def test_a_round_of_another_epoch_says_nothing_of_what_we_heard_claimed(optimize
     optimizer._follow = None
 
 
-def alone_in_sight(optimizer, monkeypatch, swarm_epoch: int) -> None:
+def alone_in_sight(optimizer, monkeypatch, swarm_epoch: int, control=GIVEN_UP) -> None:
     """A round to which nobody came."""
 
     def nobody(control):
@@ -230,7 +230,7 @@ def alone_in_sight(optimizer, monkeypatch, swarm_epoch: int) -> None:
     epoch = optimizer.local_epoch + 1
     optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": ("missed",), "num_peers": 3,
                          "started": 0.0, "swarm_epoch": swarm_epoch, "told": optimizer.state_averager.told}  # fmt: skip
-    optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
+    optimizer._average_gradients_and_load_into_optimizer(control)
     optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
 
 
@@ -328,6 +328,10 @@ def test_samples_of_a_missed_round_go_into_the_next(optimizer, monkeypatch):
             assert found == (24, 24.0, ("missed", "since"), 0) and mean == {2.0}
         else:
             assert found == (8, 8.0, ("since",), 1) and mean == {0.0}
+    optimizer._times_back = 0
+    broken_off = types.SimpleNamespace(cancelled=lambda: False, began_allreduce=True)
+    alone_in_sight(optimizer, monkeypatch, epoch, broken_off)
+    assert optimizer._alone is None, "others may have taken in what was sent"
     optimizer._follow, optimizer._stepped_apart = None, False
     optimizer._start_epoch_anew()
 

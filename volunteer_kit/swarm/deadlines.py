@@ -17,9 +17,9 @@ KEPT, LEAST = 16, 4  # durations that are remembered, and how many it takes befo
 DEVIATIONS = 5.0  # above the median
 SIGMA = 1.4826  # median absolute deviations in a standard deviation of normally distributed durations
 EVEN = 0.1  # of the median: a deviation at least; four rounds that were alike do not promise the fifth
-# Of the last durations, times as long as the longest but one: what comes too late sets a member apart, and behind narrow
-# lines that costs more than any waiting. One that a dead member held up is no sign that lines got slow; after the third
-# such, each of twice the usual length, everybody waited a minute for the fourth
+# Of the last durations, times as long as the longest but one: what comes too late sets a member apart, and behind
+# narrow lines that costs more than any waiting. One that a dead member held up is no sign that lines got slow: when it
+# was, everybody waited a minute for the fourth such
 RECENT, MARGIN = 4, 2.0
 FLOOR_SHARE = 1 / 20  # of the run's own timeout
 LEAST_SECONDS = 2.0  # a lost packet, or a machine that is busy, costs one or two

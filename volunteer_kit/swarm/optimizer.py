@@ -163,7 +163,7 @@ class SwarmOptimizer(MeetingOptimizer):
             self.on_round(self.tracker.global_progress.num_peers)
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:
-            self._settle_absence(report, Round())
+            self._settle_absence(report, Round(), was_alone=True)
             self._finish_report(report, Round(), None, failures.OTHER)
 
     def believe_speeds(self, speeds: Speeds) -> None:
@@ -205,7 +205,7 @@ class SwarmOptimizer(MeetingOptimizer):
                 cause = failures.cause_without_round(maybe_step_control, e)
                 if self.grad_averager.led_apart > led_apart:
                     failure, cause = LED_APART, failures.LED_APART
-            self._settle_absence(report, outcome)
+            self._settle_absence(report, outcome, was_alone=cause == failures.NO_GROUP)
             if outcome.group:
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 # those who did not come may have met elsewhere, and be more; or others got what we did not
@@ -231,11 +231,12 @@ class SwarmOptimizer(MeetingOptimizer):
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure, cause)
 
-    def _settle_absence(self, report: dict[str, Any], outcome: Round) -> None:
+    def _settle_absence(self, report: dict[str, Any], outcome: Round, was_alone: bool) -> None:
+        """:param was_alone: nobody can have got anything of ours"""
         self._stepped_apart, self._alone = False, None
         if outcome.group:
             return
-        if report["samples"] and self.grad_averager.local_steps is None:
+        if was_alone and report["samples"] and self.grad_averager.local_steps is None:
             self._alone = report["samples"], report["weight"], report["names"]
         if report["num_peers"] > 1:
             self._miss_round(report["epoch"] - 1, report["swarm_epoch"])
