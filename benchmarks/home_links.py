@@ -153,7 +153,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8, help="microbatches with one real backward pass")
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the kit's run files")
-    parser.add_argument("--only", default="", help="trials whose names contain this")
+    parser.add_argument("--only", action="append", metavar="WORDS", help="trials whose names contain them; again: or")
     parser.add_argument("--no-sweep", action="store_true", help="plain hivemind with the run's timeouts alone")
     parser.add_argument("--keep", type=Path, help="folder for all events and logs")
     parser.add_argument("--full", action="store_true", help=f"{FULL:g} s a trial; stored in benchmarks/results/")
@@ -164,7 +164,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options, found = arguments(), []
-    chosen = [trial for trial in trials(options) if options.only in trial.name]
+    chosen = [trial for trial in trials(options) if any(words in trial.name for words in options.only or [""])]
     first = chosen[0]
     waits = {name: s for name, s in first.run()["swarm"].items() if "time" in name or "expiration" in name}
     scale = line_scale(first.run(), options.dilation)
