@@ -18,8 +18,7 @@ DEVIATIONS = 5.0  # above the median
 SIGMA = 1.4826  # median absolute deviations in a standard deviation of normally distributed durations
 EVEN = 0.1  # of the median: a deviation at least; four rounds that were alike do not promise the fifth
 # Durations that fit in any case, and times as long as the longest of them: what comes too late sets a member apart, and
-# behind narrow lines that costs more than any waiting. By the longest but one, a swarm with a fault every 20 s ended
-# more of its rounds with other answers at each member, and fell apart
+# behind narrow lines that costs more than any waiting
 RECENT, MARGIN = 4, 2.0
 FLOOR_SHARE = 1 / 20  # of the run's own timeout
 LEAST_SECONDS = 2.0  # a lost packet, or a machine that is busy, costs one or two
