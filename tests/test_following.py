@@ -4,51 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-import types
-from dataclasses import replace
 
 import pytest
 import torch
 from hivemind.p2p import PeerID
 
+from tests.lone_optimizer import GIVEN_UP, make_optimizer, train
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
-from volunteer_kit.swarm.agreement import Follow, read_told
+from volunteer_kit.swarm.agreement import Follow
 from volunteer_kit.swarm.believed_progress import Claims
+from volunteer_kit.swarm.making_up import AGAIN_AND_AGAIN
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import StateRefused, digest
 
-A, B, *LATER = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 7))
-GIVEN_UP = types.SimpleNamespace(cancelled=lambda: True, began_allreduce=False)  # a round's control
+A, B = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 3))
 NAMES = ["weight", "bias"]
 
 
 @pytest.fixture(scope="module")
 def optimizer(peer):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 4)
-    optimizer = SwarmOptimizer(
-        peer=peer,
-        options=SwarmOptions(
-            run_key="checkpoints", target_batch_size=16, matchmaking_time=1.0, delay_optimizer_step=False
-        ),
-        params=list(model.parameters()),
-        optimizer=lambda params: Lamb(params, lr=0.02),
-    )
+    optimizer = make_optimizer(peer, "checkpoints")
     yield optimizer
     optimizer.shutdown()
-
-
-def train(optimizer, epochs: int) -> None:
-    last = optimizer.local_epoch + epochs
-    deadline = time.monotonic() + 30
-    while optimizer.local_epoch < last:
-        optimizer.zero_grad()
-        for parameter in optimizer.state_averager.main_parameters:
-            parameter.grad = torch.randn_like(parameter)
-        assert optimizer.step(batch_size=8) is True
-        assert time.monotonic() < deadline
 
 
 def test_a_checkpoint_brings_back_every_bit(optimizer, tmp_path):
@@ -164,6 +143,7 @@ def test_an_epoch_without_gradients_makes_no_step(optimizer, monkeypatch, attend
         for gradient in gradients:
             gradient.fill_(value)
     monkeypatch.setattr(optimizer, "_attends", attends)
+    monkeypatch.setattr(optimizer, "_times_postponed", AGAIN_AND_AGAIN)
     monkeypatch.setattr(optimizer, "_await_round", lambda control: Round(group=group))
     monkeypatch.setattr(optimizer, "_follow", None)
     epoch = optimizer.local_epoch + 1
@@ -214,158 +194,6 @@ def test_a_round_of_another_epoch_says_nothing_of_what_we_heard_claimed(optimize
     optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
     assert settled == ([] if is_behind else [4])
     optimizer._follow = None
-
-
-def alone_in_sight(optimizer, monkeypatch, swarm_epoch: int, control=GIVEN_UP) -> None:
-    """A round to which nobody came."""
-
-    def nobody(control):
-        raise TimeoutError
-
-    monkeypatch.setattr(optimizer, "_await_round", nobody)
-    monkeypatch.setattr(optimizer, "_follow", None)
-    monkeypatch.setattr(optimizer, "_stepped_apart", False)
-    monkeypatch.setattr(optimizer, "_look_at", 0.0)
-    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 3)
-    epoch = optimizer.local_epoch + 1
-    optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": ("missed",), "num_peers": 3,
-                         "started": 0.0, "swarm_epoch": swarm_epoch, "told": optimizer.state_averager.told}  # fmt: skip
-    optimizer._average_gradients_and_load_into_optimizer(control)
-    optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
-
-
-def test_whose_round_was_over_follows_at_once(optimizer, monkeypatch):
-    """A newcomer that took a state just before its donor stepped would train on a step of its own for an epoch."""
-    train(optimizer, 1)
-    alone_in_sight(optimizer, monkeypatch, swarm_epoch=optimizer.local_epoch + 1)
-    assert optimizer._follow.at_least == optimizer.local_epoch and not optimizer._stepped_apart
-    assert "the others at" in optimizer.reports[-1].apart
-    optimizer._follow = None
-
-
-@pytest.mark.parametrize(
-    "held", ["another", "the same", "of another epoch", "another, but by one of three", "another, by one of six"]
-)
-def test_who_stepped_apart_looks_whether_the_others_came_to_the_same(optimizer, monkeypatch, held):
-    """Two who each stepped alone, half an epoch apart, would miss each other's rounds for ever."""
-    train(optimizer, 1)
-    alone_in_sight(optimizer, monkeypatch, swarm_epoch=optimizer.local_epoch)
-    assert optimizer._stepped_apart and optimizer._follow is None
-    own = read_told(optimizer.state_averager.told)
-    another = replace(own, lineage=bytes(len(own.lineage)))
-    said = {
-        "another": {A: another, B: another},
-        "the same": {A: own, B: own},
-        "of another epoch": {A: replace(another, epoch=own.epoch - 1), B: replace(another, epoch=own.epoch + 1)},
-        "another, but by one of three": {A: another, B: own},
-        "another, by one of six": {A: another, **dict.fromkeys(LATER, replace(own, epoch=own.epoch - 1))},
-    }[held]
-    monkeypatch.setattr(optimizer.state_averager, "declared", lambda: {peer: one.words() for peer, one in said.items()})
-    monkeypatch.setattr(optimizer.tracker, "behind", frozenset([A, B]))
-    optimizer._compare_after_step_apart()
-    assert optimizer._stepped_apart and optimizer._follow is None, "they are still to come"
-    monkeypatch.setattr(optimizer.tracker, "behind", frozenset())
-    optimizer._compare_after_step_apart()
-    assert optimizer._stepped_apart is (held in ("of another epoch", "another, by one of six"))
-    gone_on = optimizer.state_averager._before_lone_steps is None
-    assert gone_on is (held in ("the same", "another, but by one of three")), "what was before is needed no longer"
-    follow, optimizer._follow, optimizer._stepped_apart = optimizer._follow, None, False
-    assert (follow is not None) is (held == "another")
-    assert follow is None or (follow.at_least, set(follow.donors)) == (own.epoch, {A, B})
-
-
-def test_who_goes_back_to_where_all_met_downloads_nothing(optimizer, monkeypatch):
-    """A round that begins there is still to come, or not yet to be had; a state takes ten minutes at home. Not for
-    ever: the others may have gone on from elsewhere."""
-    train(optimizer, 1)
-    epoch = optimizer.local_epoch
-    optimizer._times_back = 0
-    monkeypatch.setattr(optimizer.grad_averager, "make_up_for", lambda *_: None)
-    for gone_back, others_at in ((1, epoch + 1), (2, epoch + 1), (1, epoch + 2), (3, epoch + 1)):
-        alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
-        optimizer._times_back = gone_back - 1
-        is_there = optimizer._make_up_for_rounds(at_least=others_at)
-        assert optimizer.local_epoch == epoch and is_there is (gone_back < 3 and others_at == epoch + 1)
-    optimizer._follow, optimizer._stepped_apart = None, False
-    optimizer._start_epoch_anew()
-
-
-def test_what_is_kept_for_a_restart_is_what_all_held(optimizer, monkeypatch):
-    """From a state that nobody else has ever held, no round can be made up for."""
-    train(optimizer, 1)
-    epoch, held = optimizer.local_epoch, digest(optimizer.training_state())
-    alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
-    assert optimizer.named_state(NAMES)[1]["epoch"] == epoch + 1, "on leaving, what we have"
-    tensors, metadata = optimizer.named_state(NAMES, certain=True)
-    assert metadata["epoch"] == epoch
-    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 1)
-    assert optimizer.named_state(NAMES, certain=True)[1]["epoch"] == epoch + 1, "the swarm is we"
-    optimizer.load_named_state(NAMES, tensors, metadata)
-    assert digest(optimizer.training_state()) == held and optimizer.local_epoch == epoch
-    optimizer._follow, optimizer._stepped_apart = None, False
-
-
-def test_samples_of_a_missed_round_go_into_the_next(optimizer, monkeypatch):
-    """Twice in a row at most: more than three rounds' samples are taken from nobody."""
-    train(optimizer, 1)
-    epoch, averager = optimizer.local_epoch, optimizer.grad_averager
-    optimizer._times_back = 0
-    for missed in (1, 2, 3):
-        optimizer._start_epoch_anew()
-        with averager.get_tensors() as ours:
-            for tensor in ours:
-                tensor.fill_(3.0)
-        alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
-        averager.local_samples_accumulated, averager.local_weight_accumulated = 8, 8.0
-        averager.names, averager.stale = ("since",), 1
-        for accumulator in averager._grad_accumulators():
-            accumulator.zero_()
-        optimizer._take_back_lone_steps()
-        assert optimizer.local_epoch == epoch and not optimizer.state_averager.take_back_lone_steps()
-        mean = {float(value) for tensor in averager._grad_accumulators() for value in tensor.flatten()}
-        found = averager.local_samples_accumulated, averager.local_weight_accumulated, averager.names, averager.stale
-        if missed < 3:
-            assert found == (24, 24.0, ("missed", "since"), 0) and mean == {2.0}
-        else:
-            assert found == (8, 8.0, ("since",), 1) and mean == {0.0}
-    optimizer._times_back = 0
-    broken_off = types.SimpleNamespace(cancelled=lambda: False, began_allreduce=True)
-    alone_in_sight(optimizer, monkeypatch, epoch, broken_off)
-    assert optimizer._alone is None, "others may have taken in what was sent"
-    optimizer._follow, optimizer._stepped_apart = None, False
-    optimizer._start_epoch_anew()
-
-
-def test_who_made_up_for_the_round_that_it_missed_trains_on_with_its_samples(optimizer, monkeypatch):
-    train(optimizer, 1)
-    epoch, answers = optimizer.local_epoch, iter([b"round", None])
-    optimizer._start_epoch_anew()
-    optimizer._times_back = 0
-    alone_in_sight(optimizer, monkeypatch, swarm_epoch=epoch)
-    monkeypatch.setattr(optimizer.grad_averager, "make_up_for", lambda *_: next(answers))
-    assert optimizer._take_state(at_least=epoch + 1) and optimizer.local_epoch == epoch + 1
-    progress = optimizer.tracker.local_progress
-    assert (progress.epoch, progress.samples_accumulated) == (epoch + 1, 16)
-    assert optimizer.grad_averager.names == ("missed",) and optimizer.grad_averager.stale == 1
-    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 1)
-    optimizer.reports.clear()
-    train(optimizer, 1)
-    assert optimizer.reports[-1].samples >= 24, "with those of this epoch"
-
-
-@pytest.mark.parametrize("met, received, is_apart", [(5, 1.0, False), (4, 1.0, True), (2, 1.0, True), (7, 0.9, True)])
-def test_a_step_is_the_swarms_with_more_than_half_of_those_here(optimizer, monkeypatch, met, received, is_apart):
-    """Of eight. Two halves that each went on would never meet again; and one dead peer made all keep, epoch after
-    epoch, what they had held when all had met, and one of them went back to it."""
-    own_id = optimizer.dht.peer_id
-    group = (own_id, *(PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, met)))
-    monkeypatch.setattr(optimizer, "_await_round", lambda control: Round(group=group, received=received))
-    monkeypatch.setattr(optimizer, "_follow", None)
-    optimizer._report = {"epoch": 5, "samples": 16, "weight": 16.0, "names": (), "num_peers": 8, "started": 0.0,
-                         "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
-    optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
-    assert optimizer._stepped_apart is optimizer.state_averager.steps_alone is is_apart
-    optimizer._stepped_apart = optimizer.state_averager.steps_alone = False
 
 
 def test_who_leaves_while_apart_does_not_count_on_his_last_step(optimizer, monkeypatch):

@@ -391,10 +391,8 @@ def test_who_goes_back_goes_on_at_the_rates_of_those_epochs(peer, rate):
     straight, astray = (make_averager(peer, scheduler=RATES[rate]) for _ in range(2))
     step(straight, b"1", b"2", b"3", b"4", b"5")
     step(astray, b"1", b"2")
-    astray.steps_alone = True
-    step(astray, b"alone")
-    astray.steps_alone = True
-    step(astray, b"alone again")
+    astray.is_shared = True
+    step(astray, b"alone", b"alone again")
     assert astray.take_back_lone_steps() and astray.local_epoch == 2
     step(astray, b"3", b"4", b"5")
     assert digest(astray.state_tensors()) == digest(straight.state_tensors())

@@ -44,6 +44,7 @@ class TellSteps(Callback):
             failure=report.failure,
             apart=report.apart,
             made_up_for=report.made_up_for,
+            postponed=report.is_postponed,
             bytes_sent=report.bytes_sent,
             bytes_received=report.bytes_received,
             swarm=trainer.optimizer.tracker.global_progress.num_peers,

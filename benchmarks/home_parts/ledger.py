@@ -52,7 +52,8 @@ class Account:
 
 
 def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
-    """(step event, samples of ours that the swarm has by it) of one process, as far as it is known."""
+    """(step event, samples of ours that the swarm has by it) of one process, as far as it is known; without those that
+    were postponed, whose samples are in the next."""
     decided, waiting = [], []
     for event in events:
         if event["event"] != "step":
@@ -62,7 +63,7 @@ def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
             waiting = []
         if event["uncertain"]:
             waiting.append(event)
-        else:
+        elif not event.get("postponed"):
             decided.append((event, event["samples"]))
     return sorted(decided, key=lambda found: found[0]["at"])
 
@@ -85,6 +86,7 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         under_way = min(last["pending"], taken)
     else:  # as much at the end as at the beginning, for nothing is known of it
         under_way = min(first["pending"], steps[1][1])
+    postponed = sum(bool(e.get("postponed")) and first["at"] < e["at"] <= last["at"] for e in events)
     grown = {name: last[name] - first[name] for name in COUNTERS}
     applied = sum(samples for _, samples in steps[1:]) + under_way
     applied -= min(first["pending"], steps[1][1]) if steps[1:] else 0
@@ -95,9 +97,9 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         waiting=grown["between"],
         own_work=grown["own_work"],
         contention=grown["contention"],
-        steps=len(steps) - 1,
+        steps=len(steps) - 1 + postponed,
         complete=sum(step["group_size"] >= workers for step, _ in steps[1:]),
-        failed=sum(bool(step["failure"]) for step, _ in steps[1:]),
+        failed=sum(bool(step["failure"]) for step, _ in steps[1:]) + postponed,
         wire_sent=grown["wire_sent"],
         wire_received=grown["wire_received"],
         samples=applied,

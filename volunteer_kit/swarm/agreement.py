@@ -248,11 +248,11 @@ def whom_to_follow(told: Mapping[PeerID, Any], own_id: PeerID, donors: Collectio
     return Follow(epoch + 1, tuple(sorted(right & frozenset(donors))), why)
 
 
-def is_shared(told: Mapping[PeerID, Any], own_id: PeerID) -> bool:
-    """Does anybody else hold what we hold? Of two who differ one prevails, and nobody has its state yet."""
+def holders(told: Mapping[PeerID, Any], own_id: PeerID) -> int:
+    """How many hold what we hold, ourselves among them?"""
     said = read_all(told)
-    own = said.pop(own_id, None)
-    return own is not None and any(one.is_same(own) for one in said.values())
+    own = said.get(own_id)
+    return sum(one.is_same(own) for one in said.values()) if own is not None else 0
 
 
 def out_of_step(told: Mapping[PeerID, Any], donors: Collection[PeerID]) -> dict[PeerID, str]:

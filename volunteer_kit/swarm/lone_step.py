@@ -1,5 +1,9 @@
-"""Steps of ours that may be nobody else's, though others are here: who missed a round took one, or who came to one of
-another epoch; and where not all met, the others may have met elsewhere. If they prevail, such steps are taken back."""
+"""What we held when most of those here held the same; for any step after it may turn out to be nobody else's.
+
+No round tells by itself that all got the same of it: where a line breaks while answers travel, a member can have all of
+them, and the others go without one. Only what is told in the next round shows who holds what, and so the last state
+that most others were seen to hold is kept. If they prevail with another model, our steps since then are taken back.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +16,45 @@ logger = get_logger(__name__)
 
 
 class LoneSteps:
-    """Part of SwarmStateAverager: keeps what we held before, in memory. From there the rounds of those who met can be
-    made up for; from a model that nobody else has, nothing can but to download a state.
+    """Part of SwarmStateAverager: keeps that state, in memory. From there the rounds of those who met can be made up
+    for; from a model that nobody else has, nothing can but to download a state.
     """
 
-    steps_alone = False  # the step to come may be nobody else's: the optimizer sets it
+    # before a step: do most of those here hold what we hold? None: nobody else was ever here. The optimizer sets it
+    is_shared: bool | None = False
     _before_lone_steps: tuple[dict, list[torch.Tensor]] | None = None
 
+    @torch.no_grad()
     def _note_before_step(self) -> None:
         """With the lock on the state, at each step of ours: is what we hold to be kept?"""
-        if self.steps_alone and self._before_lone_steps is None and self.complete:
-            tensors: list[Any] = [tensor.detach().clone() for tensor in self.state_tensors()]
-            self._before_lone_steps = {**self.metadata(), "past": list(self._past)}, tensors
-        elif not self.steps_alone:
+        before, is_shared, self.is_shared = self._before_lone_steps, self.is_shared, False
+        if is_shared is None:
             self._before_lone_steps = None
-        self.steps_alone = False
+        elif self.complete and (is_shared or before is None):
+            tensors: list[Any] = self.state_tensors()
+            if before is None:
+                kept = [tensor.clone() for tensor in tensors]
+            else:  # into the same memory: half a gigabyte a round would be fetched and given back otherwise
+                kept = before[1]
+                for copy, tensor in zip(kept, tensors, strict=True):
+                    copy.copy_(tensor)
+            self._before_lone_steps = {**self.metadata(), "past": list(self._past)}, kept
 
     def before_lone_steps(self) -> tuple[dict, list[torch.Tensor]] | None:
-        """What we held before them, as state_now gives it."""
-        before = self._before_lone_steps
-        return before and (dict(before[0]), before[1])
+        """A copy of it, as state_now gives it."""
+        with self.lock_optimizer:
+            before = self._before_lone_steps
+            return before and (dict(before[0]), [tensor.clone() for tensor in before[1]])
 
     def take_back_lone_steps(self) -> bool:
-        """Hold what we held before them. Between two steps. :returns: whether there were any"""
+        """Hold that state again. Between two steps. :returns: whether it is another than ours"""
         before = self._before_lone_steps
-        if before is None:
+        if before is None or before[0]["lineage"] == self.metadata()["lineage"]:
             return False
-        logger.info(f"Going back from epoch {self.local_epoch}, to which we went alone, to {before[0]['epoch']}")
+        logger.info(f"Going back from epoch {self.local_epoch} to {before[0]['epoch']}, which most others had as well")
         self.adopt_state(*before)
-        self.stand_by_lone_steps()
         return True
 
     def stand_by_lone_steps(self) -> None:
-        """They are others' as well, or what we hold no longer came of them."""
+        """What we hold no longer came of it, or the swarm is we."""
         self._before_lone_steps = None

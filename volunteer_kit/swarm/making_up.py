@@ -1,9 +1,11 @@
-"""Being where the others are: rounds that we missed, made up for; steps that are nobody else's, taken back."""
+"""Being where the others are: rounds that nobody came to, tried again; rounds that we missed, made up for; steps that
+are nobody else's, taken back."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from hivemind.averaging.control import AveragingStage
 from hivemind.p2p import PeerID
@@ -18,6 +20,14 @@ logger = get_logger(__name__)
 AGAIN_AND_AGAIN = 2  # times in a row; others take no more samples from anybody than its device can have done lately
 
 
+class Untaken(NamedTuple):
+    """What a round was to be of that nobody came to."""
+
+    samples: int
+    weight: float
+    names: tuple
+
+
 class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     """hivemind.Optimizer that knows which rounds it lacks, and fetches their averages."""
 
@@ -26,14 +36,18 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     made_up_for = 0  # rounds that we had missed, since the last report
     _round_under_way: float | None = None  # time.monotonic() since when one is of which we are no member
     _stepped_apart = False  # alone, or with no more than half of those here: what the others hold is not known since
-    _alone: tuple[int, float, Sequence] | None = None  # samples, weight, names of our last step, if it had no group
-    _times_back = 0  # that we took steps back, since a round that was the swarm's for certain
+    _untaken: Untaken | None = None  # our last round was postponed
+    _times_postponed = _times_back = 0  # since a round that was the swarm's for certain
     _look_at = 0.0  # time.monotonic(); not before
 
     @property
     def complete(self) -> bool:
         """Parameters and statistics are those of one peer at one moment: nothing is on its way, or has been lost."""
         return self.state_averager.complete
+
+    @property
+    def _can_make_up(self) -> bool:
+        return self.grad_averager.verification is None and self.complete
 
     def _finish_updates(self) -> None:
         self.only_accumulated = False
@@ -62,16 +76,40 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
 
     # --- rounds that we missed ---
 
-    def _miss_round(self, own_epoch: int, swarm_epoch: int) -> None:
-        """Nobody came to our round, though others are here: it was over, or theirs is still to come.
+    def _miss_round(self, report: dict[str, Any], was_alone: bool) -> None:
+        """Nobody came to our round, though others are here: it was over, or theirs is still to come. A step of ours
+        would be nobody's, so none is taken; but only so often, for some who are seen never come.
 
-        :param own_epoch: ours when it began, :param swarm_epoch: theirs
+        :param was_alone: nobody can have got anything of ours
         """
-        if self._follow is None and swarm_epoch > own_epoch:
+        own_epoch, swarm_epoch = report["epoch"] - 1, report["swarm_epoch"]
+        can_wait = self._can_make_up and self.grad_averager.local_steps is None
+        report["is_postponed"] = can_wait and self._times_postponed < AGAIN_AND_AGAIN
+        if report["is_postponed"]:
+            self._times_postponed += 1
+            kept = was_alone and report["samples"] > 0
+            self._untaken = Untaken(*(report[n] for n in Untaken._fields)) if kept else Untaken(0, 0.0, ())
+            self.state_averager.is_postponed = True
+        elif self._follow is None and swarm_epoch > own_epoch:
             self._follow = Follow(swarm_epoch, (), f"at epoch {own_epoch}, the others at {swarm_epoch}")
         else:
             self._stepped_apart = True
-        self.state_averager.steps_alone = True
+
+    def _try_again(self) -> bool:
+        """Be at the epoch again whose round nobody came to, with its samples; if it was over, take its step now.
+
+        :returns: whether one was taken, and the gradients at hand are of the model before it
+        """
+        self._finish_updates()
+        untaken, self._untaken = self._untaken, None
+        before = self.made_up_for
+        with self.tracker.pause_updates():
+            self.grad_averager.stale = 0  # of the model that we hold still
+            if untaken.samples:
+                self.grad_averager.take_back(*untaken)
+            self._make_up_from_here()
+            self._go_on_after(self.made_up_for - before)
+        return self.made_up_for > before
 
     def _compare_after_step_apart(self) -> None:
         """When most others have ended the epoch too: do they hold what we hold? Who waited for the next round to find
@@ -92,7 +130,7 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         if right and own_id not in right:
             self._follow = Follow(epoch, tuple(sorted(right)), "our model is not the others'")
         elif 2 * len(right) > 1 + len(others):
-            self.state_averager.stand_by_lone_steps()
+            self.state_averager.is_shared = True
 
     def _declared(self) -> dict[PeerID, Told]:
         """What those donors hold that have obeyed the order that we have."""
@@ -103,10 +141,23 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
 
         :returns: are we where they are? If not, we may be some steps nearer
         """
-        if self.grad_averager.verification is not None or not self.complete:
+        if self._make_up_from_here(at_least, donors):
+            return True
+        others_are_here = self.tracker.global_progress.num_peers > 1
+        if not (self._can_make_up and others_are_here and self._take_back_lone_steps()):
+            return False
+        if self._make_up_from_here(at_least, donors):
+            return True
+        last = max(at_least or 0, self.tracker.global_epoch)
+        if self.local_epoch >= last - 1 and self._times_back <= AGAIN_AND_AGAIN:
+            logger.info(f"Back at epoch {self.local_epoch}, where most met; nobody has a round that begins there yet")
+            return True
+        return False
+
+    def _make_up_from_here(self, at_least: int | None = None, donors: Sequence[PeerID] | None = None) -> bool:
+        if not self._can_make_up:
             return False
         averager, own_id = self.state_averager, self.dht.peer_id
-        has_gone_back = self._take_back_lone_steps()
         last = max(at_least or 0, self.tracker.global_epoch)
         first, asked = self.local_epoch, list(donors or self._declared())
         under_way, self._round_under_way = self._round_under_way, None
@@ -128,10 +179,6 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
             self._load_averaged_gradients_into_optimizer_()
             averager.step(increment_epoch=True, optimizer_step=True)
             self.made_up_for += 1
-        may_stay = has_gone_back and self.tracker.global_progress.num_peers > 1
-        if may_stay and self.local_epoch == first >= last - 1 and self._times_back <= AGAIN_AND_AGAIN:
-            logger.info(f"Back at epoch {first}, where all met; nobody has a round that begins there yet")
-            return True
         # the last round may be under way still, and we in time for the next
         if self.local_epoch == first or self.local_epoch < (at_least or last - 1):
             logger.info(f"Made up for rounds {first} to {self.local_epoch}, of {last}: not enough")
@@ -142,17 +189,12 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         return own_id in right
 
     def _take_back_lone_steps(self) -> bool:
-        """With the samples of a step that had no group, for the next round: who missed one would lose two epochs'. They
-        are a step older than those of a round under way. :returns: whether there were any"""
-        epoch, alone = self.local_epoch, self._alone
+        """:returns: whether there were any"""
         if not self.state_averager.take_back_lone_steps():
             return False
         self._times_back += 1
+        self.uncertain_steps.given_up(kept_until=self.local_epoch)
         self._tell_tracker_where_we_are()
-        if alone is not None and self.local_epoch == epoch - 1 and self._times_back <= AGAIN_AND_AGAIN:
-            self._alone = None
-            self.grad_averager.stale = 0  # they were of the model that we hold again
-            self.grad_averager.take_back(*alone)
         return True
 
     def _look_after_round_under_way(self) -> bool:
@@ -162,7 +204,7 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
             return False
         self._look_at, before = time.monotonic() + self.options.refresh_period, self.made_up_for
         with self.tracker.pause_updates():
-            self._make_up_for_rounds()
+            self._make_up_from_here()
             made_up_for = self.made_up_for - before
             if made_up_for:
                 self._go_on_after(made_up_for)

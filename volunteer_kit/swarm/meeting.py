@@ -35,6 +35,10 @@ class MeetingOptimizer(VerifyingOptimizer):
             super()._maybe_schedule_gradient_averaging()
 
     def _prepare_to_meet(self) -> None:
+        """A round that was arranged before we took another state is left: what was told there is no longer so, and its
+        members would take us for out of step."""
+        if self.grad_averager.told != self.state_averager.told:
+            self._drop_scheduled_round()
         self.grad_averager.told = self.state_averager.told
         self.grad_averager.due = self.tracker.estimated_next_update_time
         for averager in (self.grad_averager, self.state_averager):

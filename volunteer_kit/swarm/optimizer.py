@@ -75,6 +75,8 @@ class SwarmOptimizer(MeetingOptimizer):
         self._taken, self.only_accumulated = True, True
         if self.obey_orders():
             return True
+        if self._untaken is not None and self._try_again():
+            return True
         if self._stepped_apart and self._follow is None:
             self._compare_after_step_apart()
         if self._follow is not None and self._catch_up():
@@ -110,12 +112,15 @@ class SwarmOptimizer(MeetingOptimizer):
 
         A newcomer that is one epoch behind after its download takes part in the next round, where it is told what to
         take: it would otherwise download for ever beside fast peers. And with delay_grad_averaging the others count
-        an epoch when its round begins, so that one epoch behind means: go into that round.
+        an epoch when its round begins, so that one epoch behind means: go into that round. Where most are not ahead,
+        who is may have stepped alone: all would take its state, and it would go back to what they had.
         """
         behind = self.tracker.global_epoch - self.local_epoch
         if self._round_under_way is not None or behind <= 0:
             return False
         if behind == 1 and (self._just_loaded or self.delay_grad_averaging):
+            return False
+        if 2 * self.tracker.num_ahead < self.tracker.global_progress.num_peers:
             return False
         return super()._should_load_state_from_peers()
 
@@ -135,8 +140,8 @@ class SwarmOptimizer(MeetingOptimizer):
         if self._round_under_way is not None:
             return  # not ours: we take its averages when it is over
         self._finish_updates()
-        if self._follow is not None:
-            return  # a step in the background has told us that our state is not the others'
+        if self._follow is not None or self._untaken is not None:
+            return  # a step in the background has told us that our state is not the others', or that it was none
         if self.tracker.global_progress.num_peers <= 1:
             if not self.reach.may_go_alone():
                 return  # cut off: a step of ours alone would be nobody's, and its samples lost
@@ -159,7 +164,9 @@ class SwarmOptimizer(MeetingOptimizer):
             "swarm_epoch": self.tracker.global_epoch,
         }
         logger.debug(f"Round of epoch {self.local_epoch}: {self.tracker.seen()}")
-        if report["num_peers"] > 1 and self.on_round is not None:
+        if report["num_peers"] <= 1 and not self.uncertain_steps.has_met:
+            self.state_averager.is_shared = None
+        elif report["num_peers"] > 1 and self.on_round is not None:
             self.on_round(self.tracker.global_progress.num_peers)
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:
@@ -210,9 +217,11 @@ class SwarmOptimizer(MeetingOptimizer):
                 self._follow = outcome.whom_to_follow(own_id, report["told"])
                 # those who did not come may have met elsewhere, and be more; or others got what we did not
                 for_certain = 2 * len(outcome) > report["num_peers"] and outcome.received == 1
-                self.state_averager.steps_alone = self._follow is not None or not for_certain
                 self._stepped_apart = self._follow is None and not for_certain
-                self._times_back = 0 if for_certain else self._times_back
+                if for_certain:
+                    self._times_back = self._times_postponed = 0
+                if 2 * outcome.holders(own_id, report["told"]) > report["num_peers"]:
+                    self.state_averager.is_shared = True
                 failure = outcome.out_of_step().get(own_id)
                 if failure is None:  # else it was a round of another epoch than that of which we know claims
                     self._settle_claims(report, outcome)
@@ -233,15 +242,13 @@ class SwarmOptimizer(MeetingOptimizer):
 
     def _settle_absence(self, report: dict[str, Any], outcome: Round, was_alone: bool) -> None:
         """:param was_alone: nobody can have got anything of ours"""
-        self._stepped_apart, self._alone = False, None
+        self._stepped_apart = False
         if outcome.group:
             return
-        if was_alone and report["samples"] and self.grad_averager.local_steps is None:
-            self._alone = report["samples"], report["weight"], report["names"]
         if report["num_peers"] > 1:
-            self._miss_round(report["epoch"] - 1, report["swarm_epoch"])
+            self._miss_round(report, was_alone)
         elif self.uncertain_steps.has_met:  # their records are over; it may be our line that was
-            self._stepped_apart = self.state_averager.steps_alone = True
+            self._stepped_apart = True
 
     def _settle_claims(self, report: dict[str, Any], outcome: Round) -> None:
         """What others claimed of this epoch beside what they weighed; in samples, though a weight may be of other
@@ -270,7 +277,8 @@ class SwarmOptimizer(MeetingOptimizer):
             cause = None  # with nobody to meet there was no round that could fail
         elif cause in failures.OF_THE_LINE and self.cut_off is not None:
             cause = failures.CUT_OFF  # it was our own line
-        uncertain = failure is None or not met
+        is_postponed = report.get("is_postponed", False)
+        uncertain = not is_postponed and (failure is None or not met)
         if uncertain:
             whole = met and self._follow is None and outcome.received == 1 and len(outcome) >= report["num_peers"]
             uncertain = not self.uncertain_steps.taken(report["epoch"], report["num_peers"] > 1, whole)
@@ -278,8 +286,8 @@ class SwarmOptimizer(MeetingOptimizer):
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
-                samples=report["samples"],
-                names=report["names"],
+                samples=0 if is_postponed else report["samples"],
+                names=() if is_postponed else report["names"],
                 group_size=max(1, len(outcome)),
                 received=outcome.received,
                 seconds=time.perf_counter() - report["started"],
@@ -296,6 +304,7 @@ class SwarmOptimizer(MeetingOptimizer):
                 uncertain=uncertain,
                 kept_until=self.uncertain_steps.kept_until(),
                 made_up_for=made_up_for,
+                is_postponed=is_postponed,
             )
         )
 

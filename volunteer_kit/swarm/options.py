@@ -125,7 +125,8 @@ class StepReport:
     `apart`: why our state is not the others', who is being followed, None if it is theirs; `remarks`: peer id -> what
     is held against it, though it took part; `expected`: members that its group should have had, ourselves among them;
     `cause`: one of failures.CAUSES if its round failed or lacked something, though the step was taken;
-    `made_up_for`: rounds before it that this peer had missed, and whose steps it has taken from their averages.
+    `made_up_for`: rounds before it that this peer had missed, and whose steps it has taken from their averages;
+    `is_postponed`: nobody came, and so no step was taken; the samples go into the next.
     """
 
     epoch: int
@@ -147,6 +148,7 @@ class StepReport:
     expected: int = 1
     cause: str | None = None
     made_up_for: int = 0
+    is_postponed: bool = False
 
     @property
     def is_round(self) -> bool:

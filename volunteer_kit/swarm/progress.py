@@ -150,7 +150,8 @@ class SwarmProgressTracker(ProgressTracker):
         self.limits, self.claims_dropped = limits, 0
         self.highest_claim = 0  # epoch that somebody claims, believed or not
         self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
-        self.num_late = 0  # of these, who will not be in the next round: they are gone, or have a state to take first
+        self.num_ahead = 0  # others whose epoch is later than ours
+        self.num_late = 0  # of those behind, who will not be in the next round: gone, or with a state to take first
         self.attendance, self.awaited = Attendance(), frozenset[PeerID]()  # others who will be in the next round
         self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
@@ -318,6 +319,7 @@ class SwarmProgressTracker(ProgressTracker):
         )
         behind = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch < own_epoch]
         self.behind = frozenset(PeerID(c.peer_id) for c in behind)
+        self.num_ahead = sum(c.peer_id != own_id and c.epoch > own_epoch for c, _ in trusted.values())
         self.num_late = sum(c.epoch < own_epoch - 1 and c.time < now - LATE for c in behind)
         self._note_attendance([claim for claim, _ in trusted.values() if claim.peer_id != own_id], own_epoch)
         # hivemind counts records, and takes itself for alone while its own is not stored yet

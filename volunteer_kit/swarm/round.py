@@ -7,7 +7,7 @@ from typing import Any
 
 from hivemind.p2p import PeerID
 
-from volunteer_kit.swarm.agreement import Follow, is_shared, out_of_step, whom_to_follow
+from volunteer_kit.swarm.agreement import Follow, holders, out_of_step, whom_to_follow
 
 
 @dataclass
@@ -60,9 +60,13 @@ class Round:
         """
         return whom_to_follow({**self.gathered, own_id: own_told}, own_id, self.donors)
 
+    def holders(self, own_id: PeerID, own_told: Any) -> int:
+        """Members that hold what we hold, ourselves among them."""
+        return holders({**self.gathered, own_id: own_told}, own_id)
+
     def is_shared(self, own_id: PeerID, own_told: Any) -> bool:
         """Does another member hold what we hold?"""
-        return is_shared({**self.gathered, own_id: own_told}, own_id)
+        return self.holders(own_id, own_told) > 1
 
     def out_of_step(self) -> dict[PeerID, str]:
         """Members whose parts do not enter, with the reason."""

@@ -83,6 +83,7 @@ class SwarmStateAverager(LoneSteps, Scheduled, AveragedState, TrainingStateAvera
         self._lineage, self._order = BEGINNING, 0
         self.round_name: bytes | None = None  # of the round that the next step comes of; None: it is nobody else's
         self.makes_no_step = False  # the epoch that ends had no gradients
+        self.is_postponed = False  # the epoch does not end yet after all
         self.kept_until = -1  # last epoch that we had in common with the state we took
         super().__init__(**kwargs)
         self.describe()
@@ -315,6 +316,10 @@ class SwarmStateAverager(LoneSteps, Scheduled, AveragedState, TrainingStateAvera
         try:
             if wait_for_trigger is not None:
                 wait_for_trigger()
+            if self.is_postponed:
+                self.local_epoch -= 1  # hivemind counted it when the round began
+                self.finished_optimizer_step.set()
+                return
             if optimizer_step:
                 self.await_statistics()
             with self.lock_optimizer:
@@ -342,7 +347,7 @@ class SwarmStateAverager(LoneSteps, Scheduled, AveragedState, TrainingStateAvera
             logger.exception("The delayed update failed")
             self.finished_optimizer_step.set()
         finally:
-            self.round_name, self.makes_no_step = None, False
+            self.round_name, self.makes_no_step, self.is_postponed = None, False, False
             self._step_done.set()
             if averaging_round:
                 self.finished_averaging_round.set()

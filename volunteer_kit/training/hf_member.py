@@ -219,7 +219,9 @@ class Member:
             self.samples += self.last.counted
             self.rounds.count(self.last)
             self._on_report(self.last)
-            if self.last.failure and self.last.uncertain:
+            if self.last.is_postponed:
+                print(f"Nobody was met for step {self.last.epoch}; it is tried again with the same samples.")
+            elif self.last.failure and self.last.uncertain:
                 print(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
             elif self.last.failure or self.last.apart:
                 print(f"Step {self.last.epoch}: out of step with the others; this peer takes their model and goes on.")
