@@ -102,8 +102,7 @@ def settle(trial: Trial, swarm: HomeSwarm, begin: float, end: float, faults: lis
     for number, (_, events, _) in enumerate(processes):
         steps = ledger.fates(events)
         decided = {id(step) for step, _ in steps}
-        undecided = [e for e in events if e["event"] == "step" and not e["postponed"] and id(e) not in decided]
-        known[number] = steps + [(e, 0) for e in undecided]
+        known[number] = steps + [(e, 0) for e in events if e["event"] == "step" and id(e) not in decided]
     certain = {
         step["epoch"] for steps in known.values() for step, samples in steps
         if samples and step["group_size"] > 1 and not step["failure"]

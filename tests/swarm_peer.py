@@ -159,7 +159,7 @@ def train(model, truth, optimizer, settings, orders) -> None:
             report = optimizer.reports.popleft()
             counts.count(report)
             say(
-                "epoch",
+                "postponed" if report.is_postponed else "epoch",
                 epoch=report.epoch,
                 samples=report.counted,
                 named=len(report.names) == len(set(report.names) - stepped) == report.samples,

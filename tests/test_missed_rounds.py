@@ -271,14 +271,42 @@ def test_a_peer_that_slept_makes_up_for_the_rounds_that_it_missed(tmp_path):
         assert len({event["digest"] for event in finished}) == 1
 
 
+def step_alone(peer, after: int) -> dict:
+    """Again and again, until it waits for nobody any longer."""
+    while True:
+        seen = {id(e) for e in peer.said()}
+        peer.order("alone")
+        missed = peer.wait_for(
+            lambda e, seen=seen: e["event"] in ("postponed", "epoch") and e["group_size"] == 1 and id(e) not in seen
+        )
+        if missed["event"] == "epoch" and missed["epoch"] > after:
+            return missed
+
+
+def test_a_round_that_nobody_came_to_is_tried_again_with_its_samples(tmp_path):
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(**STEADY) for _ in range(3)]
+        last = max(met(peer)["epoch"] for peer in peers)
+        early = peers[-1]
+        met(early, after=last)
+        early.order("alone")
+        missed = early.wait_event("postponed")
+        after = early.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] >= missed["epoch"])
+        assert after["epoch"] == missed["epoch"] and after["group_size"] == 3, "it was in time for the others"
+        assert after["samples"] > 100 and after["named"], "with all that it had computed for that epoch"
+        finished = swarm.finish(*peers)
+        assert len({event["digest"] for event in finished}) == 1
+        since = [e for peer in peers for e in peer.said() if e["event"] == "epoch" and e["epoch"] > last]
+        assert not any(e["apart"] for e in since)
+
+
 def test_a_step_that_was_taken_alone_is_taken_back(tmp_path):
     with local_swarm(tmp_path) as swarm:
         peers = [swarm.add(**STEADY) for _ in range(3)]
         last = max(met(peer)["epoch"] for peer in peers)
         loner = peers[-1]
-        met(loner, after=last)
-        loner.order("alone")
-        alone = loner.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > last and e["group_size"] == 1)
+        last = met(loner, after=last)["epoch"]
+        alone = step_alone(loner, after=last)
         back = made_up(loner, after=alone["epoch"])
         met(loner, after=back["epoch"])
         finished = swarm.finish(*peers)

@@ -23,7 +23,7 @@ SAVE_EVERY = 20.0  # s; a session's 600, dilated
 
 
 class TellSteps(Callback):
-    """Each global step as an event, with what the clock and the line's counters say of it."""
+    """Each global step as an event, with what the clock and the line say of it; and each that was put off."""
 
     def __init__(self, device: Device):
         self.device = device
@@ -44,13 +44,15 @@ class TellSteps(Callback):
             failure=report.failure,
             apart=report.apart,
             made_up_for=report.made_up_for,
-            postponed=report.is_postponed,
             bytes_sent=report.bytes_sent,
             bytes_received=report.bytes_received,
             swarm=trainer.optimizer.tracker.global_progress.num_peers,
             **self.device.clock.read(),
             **on_the_wire(),
         )
+
+    def on_postponed(self, trainer: Trainer, report) -> None:
+        say("postponed", at=time.monotonic(), epoch=report.epoch, seconds=report.seconds, failure=report.failure)
 
 
 def start(settings: dict) -> Peer:

@@ -52,8 +52,7 @@ class Account:
 
 
 def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
-    """(step event, samples of ours that the swarm has by it) of one process, as far as it is known; without those that
-    were postponed, whose samples are in the next."""
+    """(step event, samples of ours that the swarm has by it) of one process, as far as it is known."""
     decided, waiting = [], []
     for event in events:
         if event["event"] != "step":
@@ -63,7 +62,7 @@ def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
             waiting = []
         if event["uncertain"]:
             waiting.append(event)
-        elif not event.get("postponed"):
+        else:
             decided.append((event, event["samples"]))
     return sorted(decided, key=lambda found: found[0]["at"])
 
@@ -86,7 +85,7 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         under_way = min(last["pending"], taken)
     else:  # as much at the end as at the beginning, for nothing is known of it
         under_way = min(first["pending"], steps[1][1])
-    postponed = sum(bool(e.get("postponed")) and first["at"] < e["at"] <= last["at"] for e in events)
+    postponed = sum(e["event"] == "postponed" and first["at"] < e["at"] <= last["at"] for e in events)
     grown = {name: last[name] - first[name] for name in COUNTERS}
     applied = sum(samples for _, samples in steps[1:]) + under_way
     applied -= min(first["pending"], steps[1][1]) if steps[1:] else 0

@@ -189,7 +189,7 @@ def perform(trial: Trial, keep: Path | None = None) -> Outcome:
 def settle(trial: Trial, events: list[list[dict]], began: float, begin: float, end: float, pressed: float) -> Outcome:
     workers = len(events)
     failures: dict[str, int] = {}
-    for event in (e for one in events for e in one if e["event"] == "step" and e["failure"]):
+    for event in (e for one in events for e in one if e.get("failure")):
         failures[event["failure"]] = failures.get(event["failure"], 0) + 1
     return Outcome(
         trial=trial,

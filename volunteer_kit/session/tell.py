@@ -83,11 +83,13 @@ class Tell(Callback):
         self._tell_trouble(report)
         self._told_probation = report.on_probation
 
+    def on_postponed(self, trainer: Trainer, report: StepReport) -> None:
+        self.session.tally.count(report)
+        how = f"Nobody was met for step {report.epoch}; it is tried again with the same samples."
+        self.session.emit("warning", kind="round", message=how)
+
     def _tell_trouble(self, report: StepReport) -> None:
-        if report.is_postponed:
-            how = "Nobody was met for the last step; it is tried again with the same samples."
-            self.session.emit("warning", kind="round", message=how)
-        elif report.uncertain and report.failure:
+        if report.uncertain and report.failure:
             how = "was taken alone, for the others were not reached; its samples count once they go on from it"
             self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
         elif report.on_probation:

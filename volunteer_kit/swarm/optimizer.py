@@ -282,7 +282,10 @@ class SwarmOptimizer(MeetingOptimizer):
         if uncertain:
             whole = met and self._follow is None and outcome.received == 1 and len(outcome) >= report["num_peers"]
             uncertain = not self.uncertain_steps.taken(report["epoch"], report["num_peers"] > 1, whole)
-        made_up_for, self.made_up_for = self.made_up_for, 0
+        made_up_for, kept_until = 0, None
+        if not is_postponed:  # which is no step, for which things would be told
+            made_up_for, self.made_up_for = self.made_up_for, 0
+            kept_until = self.uncertain_steps.kept_until()
         self.reports.append(
             StepReport(
                 epoch=report["epoch"],
@@ -302,7 +305,7 @@ class SwarmOptimizer(MeetingOptimizer):
                 cause=cause,
                 apart=self._follow.why if self._follow is not None else None,
                 uncertain=uncertain,
-                kept_until=self.uncertain_steps.kept_until(),
+                kept_until=kept_until,
                 made_up_for=made_up_for,
                 is_postponed=is_postponed,
             )

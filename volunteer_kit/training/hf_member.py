@@ -213,15 +213,18 @@ class Member:
     def take_reports(self) -> None:
         """What became of our last steps, and of our line, in words where somebody has to know."""
         while self.swarm.reports:
-            self.last = self.swarm.reports.popleft()
+            report = self.swarm.reports.popleft()
+            if report.is_postponed:
+                self.rounds.count(report)
+                print(f"Nobody was met for step {report.epoch}; it is tried again with the same samples.")
+                continue
+            self.last = report
             if self.samples == 0:  # whoever signs for us has to know how fast we are
                 self._news.set()
             self.samples += self.last.counted
             self.rounds.count(self.last)
             self._on_report(self.last)
-            if self.last.is_postponed:
-                print(f"Nobody was met for step {self.last.epoch}; it is tried again with the same samples.")
-            elif self.last.failure and self.last.uncertain:
+            if self.last.failure and self.last.uncertain:
                 print(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
             elif self.last.failure or self.last.apart:
                 print(f"Step {self.last.epoch}: out of step with the others; this peer takes their model and goes on.")

@@ -77,11 +77,14 @@ class EpochMean:
 
 
 class Callback:
-    """What may happen around a step. `on_epoch` follows each global step, with its report and this peer's mean loss."""
+    """What may happen around a step. `on_epoch` follows each global step, with its report and this peer's mean loss;
+    `on_postponed` a round that nobody came to, whose samples go into the next."""
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None: ...
 
     def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None: ...
+
+    def on_postponed(self, trainer: Trainer, report: StepReport) -> None: ...
 
 
 class Trainer:
@@ -178,7 +181,12 @@ class Trainer:
         """Call back for the global steps since the last time. To be called once more when the optimizer has settled:
         the last one may have been taken in the background."""
         while self.optimizer.reports:
-            report, mean_loss = self.optimizer.reports.popleft(), self.epoch_loss.take()
+            report = self.optimizer.reports.popleft()
+            if report.is_postponed:
+                for callback in self.callbacks:
+                    callback.on_postponed(self, report)
+                continue
+            mean_loss = self.epoch_loss.take()
             for callback in self.callbacks:
                 callback.on_epoch(self, report, mean_loss)
 
