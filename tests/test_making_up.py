@@ -116,6 +116,13 @@ def test_samples_of_a_round_that_broke_off_do_not_go_into_the_next(optimizer, mo
     assert optimizer.local_epoch == epoch and optimizer.grad_averager.local_samples_accumulated == 0
 
 
+def test_samples_of_a_model_that_was_given_up_do_not_go_into_the_next(optimizer, monkeypatch, has_round):
+    tensors, metadata = optimizer.named_state(NAMES)
+    nobody_comes(optimizer, monkeypatch)
+    optimizer.load_named_state(NAMES, tensors, metadata)
+    assert optimizer.step(batch_size=8) and optimizer.grad_averager.local_samples_accumulated == 8
+
+
 def test_a_round_that_was_over_is_made_up_for_and_its_samples_go_into_the_next(optimizer, monkeypatch, has_round):
     """A newcomer that took a state just before its donor stepped would train on a step of its own for an epoch."""
     epoch = optimizer.local_epoch

@@ -13,7 +13,7 @@ import torch
 from hivemind.compression import NoCompression
 
 from tests.local_swarm import local_swarm
-from tests.test_state import Counting, seen_donors
+from tests.one_averager import Counting, seen_donors
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.state import StateRefused, SwarmStateAverager, digest

@@ -15,26 +15,29 @@ DENSE = {"grad_compression": "none", "small_compression": "none", "aggregation":
 
 @dataclass(frozen=True)
 class Training:
-    """:param batch: samples of all peers in an epoch"""
+    """:param batch: samples of all peers in an epoch
+    :param peers: where nothing is left out of a round, the mean of many is that of one with all samples
+    """
 
     key: str
     words: str
     batch: int = LARGE
     swarm: dict[str, Any] = field(default_factory=dict)
+    peers: int = PEERS
 
     def settings(self, data: str, samples: float) -> dict[str, Any]:
         return {
-            "peers": PEERS,
+            "peers": self.peers,
             "samples": round(SAMPLES[data] * samples),
             "batch": self.batch,
-            "microbatch": max(1, self.batch // PEERS),
+            "microbatch": self.batch // self.peers,
             "run": {"swarm": self.swarm, "optimizer": {"lr": RATES[self.batch], "betas": [0.9, 0.99]}},
         }
 
 
 TRAININGS = (
-    Training("baseline", "fp32, small batch", SMALL, DENSE),
-    Training("large_batch", "fp32, large batch", LARGE, DENSE),
+    Training("baseline", "fp32, small batch", SMALL, DENSE, peers=1),
+    Training("large_batch", "fp32, large batch", LARGE, DENSE, peers=1),
     Training("codec", "sparse, large batch", LARGE, SPARSE),
     Training("best", "sparse, local steps", LARGE, {**SPARSE, "local_steps": {"batch_size": SMALL // PEERS}}),
 )

@@ -69,7 +69,7 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
             self.tracker.go_back(self.local_epoch)
 
     def _start_epoch_anew(self) -> None:
-        self._just_loaded = True
+        self._just_loaded, self._untaken = True, None
         self._tell_tracker_where_we_are()
         self.tracker.report_local_progress(local_epoch=self.local_epoch, samples_accumulated=0)
         self.grad_averager.reset_accumulated_grads_()
