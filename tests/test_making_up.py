@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hivemind.p2p import PeerID
@@ -177,6 +178,29 @@ def test_who_is_ahead_alone_is_not_followed(optimizer, monkeypatch, num_peers, n
     monkeypatch.setattr(optimizer.tracker.global_progress, "epoch", optimizer.local_epoch + 2)
     monkeypatch.setattr(optimizer.tracker, "num_ahead", num_ahead)
     assert optimizer._should_load_state_from_peers() is is_taken
+
+
+@pytest.mark.parametrize("ahead, is_left_behind", [(1, False), (2, True), (4, True)])
+def test_statistics_are_waited_for_though_the_others_go_on(optimizer, monkeypatch, ahead, is_left_behind):
+    """A newer state would be left behind as well, and the next: on a narrow line, for ever. What was missed meanwhile is
+    made up for, and no round of another epoch is gone into."""
+    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 3)
+    monkeypatch.setattr(optimizer.tracker.global_progress, "epoch", optimizer.local_epoch + ahead)
+    monkeypatch.setattr(optimizer.tracker, "num_ahead", 2)
+    began = []
+    monkeypatch.setattr(optimizer, "_prepare_to_meet", lambda: began.append(True))
+    arrival = SimpleNamespace(failed=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.state_averager, "_arrival", arrival)
+        if is_left_behind:
+            assert not optimizer._should_load_state_from_peers()
+            optimizer._maybe_schedule_gradient_averaging()
+            optimizer._update_global_epoch(None)
+            assert not began
+        assert optimizer._is_left_behind is is_left_behind
+        arrival.failed = "it broke off"
+        assert not optimizer._is_left_behind
+    assert optimizer._should_load_state_from_peers() is (ahead > 1), "when all is here, the rounds are made up for"
 
 
 # --- taken back ---

@@ -46,6 +46,14 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         return self.state_averager.complete
 
     @property
+    def _is_left_behind(self) -> bool:
+        """Statistics of a state are on their way that the others have left behind. It is waited for all the same, and
+        the rounds since made up for: a newer one would be left behind as well, and the next, on a line that takes
+        longer for one than the others for two rounds."""
+        is_arriving = not self.complete and self.state_averager.why_incomplete is None
+        return is_arriving and self.tracker.global_epoch > self.local_epoch + 1
+
+    @property
     def _can_make_up(self) -> bool:
         return self.grad_averager.verification is None and self.complete
 

@@ -30,7 +30,8 @@ class MeetingOptimizer(VerifyingOptimizer):
 
     def _maybe_schedule_gradient_averaging(self) -> None:
         """Not before the last step is done: members tell each other what they hold when they look for a group."""
-        if self.state_averager.is_between_steps and self._round_under_way is None:
+        is_member = self._round_under_way is None and not self._is_left_behind
+        if self.state_averager.is_between_steps and is_member:
             self._prepare_to_meet()
             super()._maybe_schedule_gradient_averaging()
 

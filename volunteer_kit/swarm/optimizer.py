@@ -116,7 +116,7 @@ class SwarmOptimizer(MeetingOptimizer):
         who is may have stepped alone: all would take its state, and it would go back to what they had.
         """
         behind = self.tracker.global_epoch - self.local_epoch
-        if self._round_under_way is not None or behind <= 0:
+        if self._round_under_way is not None or behind <= 0 or self._is_left_behind:
             return False
         if behind == 1 and (self._just_loaded or self.delay_grad_averaging):
             return False
@@ -137,7 +137,7 @@ class SwarmOptimizer(MeetingOptimizer):
     # --- the global step ---
 
     def _update_global_epoch(self, grad_scaler) -> None:
-        if self._round_under_way is not None:
+        if self._round_under_way is not None or self._is_left_behind:
             return  # not ours: we take its averages when it is over
         self._finish_updates()
         if self._follow is not None or self._untaken is not None:
