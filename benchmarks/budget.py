@@ -1,6 +1,6 @@
 """The budget of "Training Transformers Together", measured: how many bytes does a sample cost on the wire?
 
-    python benchmarks/budget.py                 both parts
+    python benchmarks/budget.py                 both parts, within 25 minutes
     python benchmarks/budget.py --only wire     bytes and times alone
     python benchmarks/budget.py --only loss     trainings alone
     python benchmarks/budget.py --full          more samples, and 8 peers; stored under benchmarks/results/
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 SEEDS = (0, 1, 2)
 SECONDS, PEERS = 45.0, 4  # of a trial on the wire
-FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 4  # and times as many samples in each training
+FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 8  # and times as many samples in each training
 
 
 # --- bytes ---

@@ -182,7 +182,7 @@ def test_who_is_ahead_alone_is_not_followed(optimizer, monkeypatch, num_peers, n
 
 @pytest.mark.parametrize("ahead, is_left_behind", [(1, False), (2, True), (4, True)])
 def test_statistics_are_waited_for_though_the_others_go_on(optimizer, monkeypatch, ahead, is_left_behind):
-    """A newer state would be left behind as well, and the next: on a narrow line, for ever. What was missed meanwhile is
+    """A newer state would be left behind as well, and the next: on a narrow line, for ever. What was missed since is
     made up for, and no round of another epoch is gone into."""
     monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 3)
     monkeypatch.setattr(optimizer.tracker.global_progress, "epoch", optimizer.local_epoch + ahead)

@@ -7,7 +7,7 @@ from typing import Any
 
 PEERS = 4
 SMALL, LARGE = 8, 64  # samples of a step; the wire's 512 and 4096, as much smaller as the model is
-SAMPLES = {"scenes": 96_000, "emoji": 48_000}
+SAMPLES = {"scenes": 10_240, "emoji": 5_120}
 RATES = {SMALL: 5e-3, LARGE: 1.5e-2}
 SPARSE = {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"}
 DENSE = {"grad_compression": "none", "small_compression": "none", "aggregation": "mean"}
