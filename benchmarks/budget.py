@@ -11,6 +11,11 @@ matchmaking and states included, for each sample that entered a step; what one s
 torch.distributed's all-reduce (gloo) in fp32 at every 512 samples, of the model without sharing: it is measured with
 the shared one and multiplied by 8.87, the two's parameters (`UNSHARED`). Time is dilated as in home_links.py.
 
+Two cores carry a model of 1.5 M parameters. What the kit sends beside gradients and averages does not grow with the
+model, and is most of what it sends for this one; so figures are given as measured (`_as_measured`), and for the
+original's 125.9 M: gradients and averages times its parameters, with the headers of their packets, and the rest as it
+is. Of the other systems all bytes are multiplied.
+
 Losses are of trainings in one process (budget_parts/training.py), whose rounds are the kit's code without sockets: at
 equal samples, in pairs of equal seeds, 3 seeds; beside each gap the spread of its seeds.
 """
@@ -29,8 +34,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.budget_parts.arms import ARMS, SMALL_BATCH, UNSHARED, Arm
+from benchmarks.budget_parts.arms import ARMS, BATCH, MODEL, SMALL_BATCH, UNSHARED, Arm
 from benchmarks.budget_parts.trainings import GAPS, TRAININGS, Training
+from benchmarks.home_parts.material import line_scale, make_run
 from benchmarks.home_parts.trial import HEAD, Outcome, Trial, perform
 from benchmarks.netlab import Line
 from benchmarks.netlab_parts.telling import end_with
@@ -39,6 +45,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 SEEDS = (0, 1, 2)
 SECONDS, PEERS = 45.0, 4  # of a trial on the wire
+LEAST_EPOCHS = 2  # that it measures at least
+HEADERS = 1.08  # bytes on the wire for each of a part: simulate.py's fit
 FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 8  # and times as many samples in each training
 
 
@@ -46,33 +54,46 @@ FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 8  # and times as many sample
 
 
 def measure(arm: Arm, options: argparse.Namespace) -> Outcome:
-    lines = [Line(*arm.line)] * options.peers
+    lines, seconds = [Line(*arm.line)] * options.peers, max(options.seconds, LEAST_EPOCHS * arm.epoch)
     return perform(
         Trial(
-            arm.words, arm.system, lines, seconds=options.seconds, swarm=arm.swarm, stock=arm.stock, ratio=1,
-            target_batch_size=arm.batch, epoch=arm.epoch, model="1.5m",
+            arm.words, arm.system, lines, seconds=seconds, swarm=arm.swarm, stock=arm.stock, ratio=1,
+            target_batch_size=arm.batch, epoch=arm.epoch, model=MODEL,
         )
     )  # fmt: skip
 
 
+def bytes_at_size(outcome: Outcome, times: float) -> float:
+    """For each sample, of a model with `times` as many parameters."""
+    total = outcome.total
+    parts = HEADERS * total.parts_sent if outcome.trial.system == "kit" else float(total.wire_sent)
+    return (times * parts + max(0.0, total.wire_sent - parts)) / max(1, total.samples)
+
+
 def wire(options: argparse.Namespace) -> dict[str, float]:
     print(HEAD, flush=True)
-    bytes_each, outcomes = {}, {}
+    bytes_each, at_size, outcomes = {}, {}, {}
+    times = 1 / line_scale(make_run(MODEL, BATCH, 1.0), 1.0)
     for arm in ARMS:
         outcomes[arm.key] = outcome = measure(arm, options)
         print(outcome.row(), flush=True)
         for failure, times in outcome.failures.items():
             print(f"{'':>8}{times} x {failure[:100]}", flush=True)
-        bytes_each[arm.key] = outcome.bytes_per_sample() * (1.0 if arm.is_shared else UNSHARED)
-    base = bytes_each["baseline"]
-    print(f"\n{'':<44}{'claimed':>10}{'by count':>10}{'measured':>10}{'bytes/sample':>15}")
+        if not outcome.total.samples:
+            raise SystemExit(f"{arm.words}: no sample entered a step.")
+        more = 1.0 if arm.is_shared else UNSHARED
+        bytes_each[arm.key], at_size[arm.key] = more * outcome.bytes_per_sample(), more * bytes_at_size(outcome, times)
+    print(f"\n{'':<44}{'claimed':>10}{'by count':>10}{'1.5 M':>10}{'125.9 M':>10}{'bytes/sample':>15}")
+    told: dict[str, float] = {}
     for arm in ARMS:
-        x = base / bytes_each[arm.key]
-        print(f"{arm.words:<44}{arm.claimed:>10}{arm.by_count:>10}{x:>10.1f}{bytes_each[arm.key]:>15,.0f}")
-    return {
-        **{f"{key}_x": base / b for key, b in bytes_each.items() if key != "baseline"},
+        told[f"{arm.key}_x_as_measured"] = as_is = bytes_each["baseline"] / bytes_each[arm.key]
+        told[f"{arm.key}_x"] = x = at_size["baseline"] / at_size[arm.key]
+        print(f"{arm.words:<44}{arm.claimed:>10}{arm.by_count:>10}{as_is:>10.1f}{x:>10.1f}{at_size[arm.key]:>15,.0f}")
+    shared = {name: found["large_batch"] / UNSHARED for name, found in (("", at_size), ("_as_measured", bytes_each))}
+    return told | {
         "original_overlap_x": overlap(outcomes["original_at_once"], outcomes["original_recipe"]),
-        "codec_x": bytes_each["large_batch"] / UNSHARED / bytes_each["codec"],
+        "codec_x": shared[""] / at_size["sparse"],  # the same model and batch
+        "codec_x_as_measured": shared["_as_measured"] / bytes_each["sparse"],
         "contention": max(o.total.contention / max(1e-9, o.total.wall) for o in outcomes.values()),
     }  # fmt: skip
 

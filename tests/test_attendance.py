@@ -74,6 +74,19 @@ def test_who_speaks_and_does_not_come_is_no_longer_awaited_until_it_comes(attend
     assert attendance.is_awaited(C)
 
 
+def test_who_has_come_lately_is_a_regular_whether_it_is_heard_or_not(attendance, clock):
+    """Who is cut off from most of them knows by that that they go on elsewhere; who never came keeps nobody waiting."""
+    for peer in (A, B, C):
+        attendance.heard(peer, 0)
+    assert not any(map(attendance.is_regular, (A, B, C, D)))
+    attendance.met({A, B}, awaited={A, B, C})
+    clock.now += 10 * SILENT
+    assert attendance.is_regular(B) and not attendance.is_awaited(B) and not attendance.is_regular(C)
+    for _ in range(ABSENCES):
+        attendance.met({A, C}, awaited={A, B, C})
+    assert attendance.is_regular(A) and not attendance.is_regular(B)
+
+
 def test_where_most_do_not_come_it_is_we_who_are_apart(attendance):
     for peer in (A, B, C):
         attendance.heard(peer, 0)

@@ -148,7 +148,7 @@ def test_an_epoch_without_gradients_makes_no_step(optimizer, monkeypatch, attend
     monkeypatch.setattr(optimizer, "_follow", None)
     epoch = optimizer.local_epoch + 1
     optimizer._report = {"epoch": epoch, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
-                         "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
+                         "averaged": True, "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
     optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
     optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
     assert optimizer.local_epoch == epoch
@@ -190,7 +190,7 @@ def test_a_round_of_another_epoch_says_nothing_of_what_we_heard_claimed(optimize
     monkeypatch.setattr(Round, "out_of_step", lambda outcome: late)
     monkeypatch.setattr(optimizer, "_follow", None)
     optimizer._report = {"epoch": 5, "samples": 16, "weight": 16.0, "names": (), "num_peers": 2, "started": 0.0,
-                         "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
+                         "averaged": True, "swarm_epoch": 4, "told": optimizer.state_averager.told}  # fmt: skip
     optimizer._average_gradients_and_load_into_optimizer(GIVEN_UP)
     assert settled == ([] if is_behind else [4])
     optimizer._follow = None

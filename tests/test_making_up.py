@@ -66,9 +66,18 @@ def come_to(optimizer, monkeypatch, swarm_epoch: int | None = None, control=GIVE
     monkeypatch.setattr(optimizer, "_look_at", 0.0)
     monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", num_peers)
     epoch = optimizer.local_epoch
-    optimizer._report = {"epoch": epoch + 1, "samples": 16, "weight": 16.0, "names": ("missed",), "started": 0.0,
-                         "num_peers": num_peers, "swarm_epoch": epoch if swarm_epoch is None else swarm_epoch,
-                         "triggered": 0.0, "told": optimizer.state_averager.told}  # fmt: skip
+    optimizer._report = {
+        "epoch": epoch + 1,
+        "samples": 16,
+        "weight": 16.0,
+        "names": ("missed",),
+        "started": 0.0,
+        "triggered": 0.0,
+        "averaged": True,
+        "num_peers": num_peers,
+        "swarm_epoch": epoch if swarm_epoch is None else swarm_epoch,
+        "told": optimizer.state_averager.told,
+    }
     optimizer._average_gradients_and_load_into_optimizer(control)
     optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
 
@@ -166,6 +175,20 @@ def test_a_round_that_was_arranged_with_another_state_is_left(optimizer, monkeyp
         optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
     optimizer._prepare_to_meet()
     assert bool(dropped) is is_left and optimizer.grad_averager.told == optimizer.state_averager.told
+
+
+@pytest.mark.parametrize("regulars, least", [(0, 1), (1, 2), (2, 2), (3, 3), (7, 5)])
+def test_more_than_half_of_those_who_usually_come_are_wanted_twice_in_a_row(optimizer, monkeypatch, regulars, least):
+    monkeypatch.setattr(optimizer.tracker, "num_regulars", regulars)
+    for times_postponed in range(AGAIN_AND_AGAIN + 1):
+        optimizer._times_postponed = times_postponed
+        optimizer._prepare_to_meet()
+        wanted = least if times_postponed < AGAIN_AND_AGAIN else 0
+        assert optimizer.grad_averager.least_group_size == wanted
+    optimizer._times_postponed = 0
+    monkeypatch.setattr(optimizer.grad_averager, "verification", object())
+    optimizer._prepare_to_meet()
+    assert optimizer.grad_averager.least_group_size == 0, "who cannot put a step off takes what there is"
 
 
 @pytest.mark.parametrize(
@@ -267,6 +290,26 @@ def test_what_most_others_held_last_is_kept_and_gone_back_to(optimizer, monkeypa
     has_round += [None, None]
     assert optimizer._make_up_for_rounds(at_least=epoch + 1) and optimizer.local_epoch == epoch
     assert digest(optimizer.training_state()) == held
+
+
+@pytest.mark.parametrize("received, is_lost", [(0.34, True), (0.5, True), (0.51, False)])
+def test_who_got_hardly_any_answers_takes_the_step_of_those_who_got_most(
+    optimizer, monkeypatch, has_round, received, is_lost
+):
+    """With zeros for the rest it came to a model that was nobody else's, and lost the next epoch's samples as well."""
+    epoch, told, reduced = optimizer.local_epoch, optimizer.state_averager.told, []
+    monkeypatch.setattr(optimizer, "on_reduced", reduced.append)
+    meet(optimizer, monkeypatch, holders=3, received=received)
+    report = optimizer.reports.pop()
+    assert report.is_postponed is is_lost and bool(reduced) is not is_lost
+    if not is_lost:
+        assert optimizer.local_epoch == epoch + 1
+        return
+    assert report.samples == 0 and report.cause == "incomplete" and report.group_size == 3
+    assert optimizer.local_epoch == epoch and optimizer.state_averager.told == told and not optimizer._stepped_apart
+    has_round += [b"theirs"]
+    assert optimizer._try_again() and optimizer.local_epoch == epoch + 1
+    assert optimizer.grad_averager.local_samples_accumulated == 0, "some of what was sent may be in it"
 
 
 def test_rounds_are_made_up_for_from_what_we_hold_before_anything_is_given_up(optimizer, monkeypatch, has_round):

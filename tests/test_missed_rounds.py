@@ -18,8 +18,10 @@ from tests.local_swarm import local_swarm
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.agreement import SKETCH_SIZE, Told, read_told
 from volunteer_kit.swarm.codec import CODECS, install_codecs
+from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.lost_answers import GivenAnswers
 from volunteer_kit.swarm.missed_rounds import MAX_BYTES, MAX_ROUNDS, PATIENCE, UNDER_WAY, RoundsLogged
+from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.traffic import Traffic
 
 MEMBERS = [PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(3)]
@@ -231,6 +233,15 @@ def test_no_more_is_kept_than_there_is_room_for_and_nothing_across_an_order():
     assert [logged.name for logged in theirs._log] == [b"503"], "one, however large"
     asyncio.run(theirs._forget_rounds())
     assert not theirs._log and not theirs._kept_answers
+
+
+@pytest.mark.parametrize("received, is_logged", [(1.0, True), (0.6, True), (0.5, False)])
+def test_a_round_whose_step_nobody_can_have_taken_is_given_to_nobody(received, is_logged):
+    logged = []
+    ours = SimpleNamespace(verification=None, peer_id=MEMBERS[0], _log_round=lambda *about: logged.append(about))
+    outcome = Round(group=tuple(MEMBERS), received=received, gathered={peer: held(4) for peer in MEMBERS})
+    SwarmGradientAverager._note_answers(ours, b"x", None, outcome)
+    assert bool(logged) is is_logged
 
 
 def test_rounds_are_for_all_who_are_admitted_and_answers_of_others_for_members():

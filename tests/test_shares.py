@@ -174,6 +174,15 @@ def test_what_is_told_is_read():
     read = read_entry(data, MSGPackSerializer)
     assert (read.bandwidth, read.words, read.seconds, read.late) == (12.5, "words", 8.25, {name_of(A)})
     assert with_pace(data, MSGPackSerializer, 12.5, 8.25, [name_of(A)]) == data
+    assert (read.mark, read.least) == (b"", 0)
+    for mark in (b"", bytes(16)):
+        read = read_entry(with_pace(data, MSGPackSerializer, 12.5, 8.25, [], mark, least=5), MSGPackSerializer)
+        assert (read.seconds, read.mark, read.least) == (8.25, mark, 5)
+
+
+@pytest.mark.parametrize("least", [-1, True, 2.5, "5", 2**40])
+def test_a_number_of_members_that_cannot_be_is_none(least):
+    assert read_entry(entry([None, [], b"", least]), MSGPackSerializer).least == 0
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from hivemind.utils.asyncio import as_aiter
 from tests.allreduce_group import average, make_group, make_tensors
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import SwarmAverager
+from volunteer_kit.swarm.failures import NO_GROUP, cause_without_round
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 from volunteer_kit.swarm.told_group import (
     LED_APART,
@@ -309,6 +310,22 @@ def test_who_is_misquoted_to_everybody_leaves_and_follows_another(peers, followe
         for i, member in enumerate(members):
             assert member.led_apart == 1
             assert torch.equal(values(member), torch.full((4000,), float(i))), "nothing of the round is applied"
+
+
+@pytest.mark.parametrize("least, is_left", [((3, 3), True), ((3, 2), False), ((0, 1024), False)])
+def test_a_group_of_fewer_than_half_of_it_ask_for_is_left_by_all(peers, least, is_left):
+    """Three that are cut off from five would come to what is nobody else's. One stranger keeps nobody from a round."""
+    with averagers(peers[:2], f"few {least}", None) as members:
+        for member, number in zip(members, least, strict=True):
+            member.least_group_size = number
+        for i, (control, member) in enumerate(zip(begin(members, allow_retries=False), members, strict=True)):
+            if is_left:
+                with pytest.raises(MatchmakingException, match="a group of 2") as failed:
+                    control.result(50)
+                assert cause_without_round(control, failed.value) == NO_GROUP, "nobody has got anything of ours"
+                assert torch.equal(values(member), torch.full((4000,), float(i)))
+            else:
+                assert len(control.result(50).group) == 2
 
 
 def test_honest_leaders_are_not_accused(peers):

@@ -7,7 +7,8 @@ from typing import Any
 
 UNSHARED = 1_116 / 125.9  # parameters of the original's model without sharing, over those with it
 SMALL_BATCH, BATCH = 512, 4096  # samples of a step
-BATCHES = 8  # times as many samples still between two rounds
+BATCHES = 4  # times as many samples still between two rounds
+MODEL = "1.5m"  # of home_parts/material.py
 EPOCH = 141.0 / 15  # s for BATCH samples, the original's, dilated as home_parts/material.py is
 FAST, HOME = (1000.0, 1000.0), (20.0, 10.0)  # Mbit/s down, up
 
@@ -52,9 +53,9 @@ ARMS = (
         "original_at_once", "the same, devices wait", "stock", is_shared=True, stock={**ORIGINAL, **WAITING}, line=HOME,
         by_count="142",
     ),
-    Arm("codec", "sparse gradients, shared, 4096", "kit", is_shared=True, swarm=SPARSE),
+    Arm("sparse", "sparse gradients, shared, 4096", "kit", is_shared=True, swarm=SPARSE),
     Arm(
-        "best", "and local steps, rounds every 32768", "kit", BATCHES * BATCH, is_shared=True,
+        "best", "and local steps, rounds every 16384", "kit", BATCHES * BATCH, is_shared=True,
         swarm={**SPARSE, "local_steps": {"batch_size": SMALL_BATCH}},
     ),
 )  # fmt: skip

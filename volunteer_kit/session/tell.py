@@ -85,7 +85,8 @@ class Tell(Callback):
 
     def on_postponed(self, trainer: Trainer, report: StepReport) -> None:
         self.session.tally.count(report)
-        how = f"Nobody was met for step {report.epoch}; it is tried again with the same samples."
+        why = "nobody was met" if report.group_size <= 1 else "too few answers came"
+        how = f"Step {report.epoch} is tried again: {why}."
         self.session.emit("warning", kind="round", message=how)
 
     def _tell_trouble(self, report: StepReport) -> None:

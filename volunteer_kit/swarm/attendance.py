@@ -27,6 +27,7 @@ class Heard:
     at: float  # ours
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS))  # s between its words
     absences: int = 0
+    has_come: bool = False
 
 
 class Attendance:
@@ -54,12 +55,17 @@ class Attendance:
             return False
         return self._clock() - known.at <= max(SILENT, TIMES_THE_GAP * max(known.gaps, default=-math.inf))
 
+    def is_regular(self, peer: PeerID) -> bool:
+        """It has come to one of the last rounds, whether anything is heard of it now or not."""
+        known = self._known.get(peer)
+        return known is not None and known.has_come and known.absences < ABSENCES
+
     def met(self, group: Collection[PeerID], awaited: Collection[PeerID]) -> None:
         """A round had this group. If it was the smaller part, it is we who were absent."""
         if 2 * len({*awaited} & {*group}) < len(awaited):
             return
         for peer, known in list(self._known.items()):
             if peer in group:
-                known.absences = 0
+                known.absences, known.has_come = 0, True
             elif peer in awaited:
                 known.absences += 1

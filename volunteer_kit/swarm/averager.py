@@ -98,8 +98,10 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         self._matchmaking.schema_hash = under_order(self.schema_hash, self.order)
         self._matchmaking.target_group_size = self.expected_group_size if self.expected_group_size > 1 else None
         self._matchmaking.awaited_group_size = lambda: self.awaited_group_size
+        self._matchmaking.are_too_few = self.pace.are_too_few
         self._last_in_a_group.value = -math.inf
         self._matchmaking.on_group = lambda: setattr(self._last_in_a_group, "value", time.monotonic())
+        self.pace.least = self.least_group_size
         step._data_for_gather = self.pace.told(step.data_for_gather)
         woken = step.wait_for_cancel
 

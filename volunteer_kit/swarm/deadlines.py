@@ -17,8 +17,9 @@ KEPT, LEAST = 16, 4  # durations that are remembered, and how many it takes befo
 DEVIATIONS = 5.0  # above the median
 SIGMA = 1.4826  # median absolute deviations in a standard deviation of normally distributed durations
 EVEN = 0.1  # of the median: a deviation at least; four rounds that were alike do not promise the fifth
-# Durations that fit in any case, and times as long as the longest of them: what comes too late sets a member apart, and
-# behind narrow lines that costs more than any waiting
+# Of the last durations, times as long as the longest but one: what comes too late sets a member apart, and behind
+# narrow lines that costs more than any waiting. One that a dead member held up is no sign that lines got slow; after
+# the third such, each of twice the usual length, everybody waited a minute for the fourth
 RECENT, MARGIN = 4, 2.0
 FLOOR_SHARE = 1 / 20  # of the run's own timeout
 LEAST_SECONDS = 2.0  # a lost packet, or a machine that is busy, costs one or two
@@ -29,14 +30,11 @@ HEADROOM = 1.1  # an epoch should last so many rounds
 
 
 def usual_limit(durations: Sequence[float]) -> float:
-    """s that nearly all of these would have been within, and the last few certainly: median + DEVIATIONS deviations.
-
-    The deviation is the median absolute one: one duration of ten times the usual does not move it, and is in the way of
-    nobody once it is no longer among the RECENT.
-    """
+    """s that nearly all of these would have been within, and the last few but one certainly: median + DEVIATIONS
+    deviations. The deviation is the median absolute one: one duration of ten times the usual does not move it."""
     usual = median(durations)
     deviation = max(SIGMA * median(abs(duration - usual) for duration in durations), EVEN * usual)
-    return max(usual + DEVIATIONS * deviation, MARGIN * max(list(durations)[-RECENT:]))
+    return max(usual + DEVIATIONS * deviation, MARGIN * sorted(list(durations)[-RECENT:])[-2])
 
 
 class Deadline:

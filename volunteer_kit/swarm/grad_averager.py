@@ -74,7 +74,7 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
         return self._left_over.begin(tensors, weight, self.order)
 
     def _note_answers(self, exchange_id: bytes, answers: GivenAnswers, outcome: Round) -> None:
-        if self.verification is None and self.peer_id not in outcome.out_of_step():
+        if self.verification is None and not outcome.is_lost and self.peer_id not in outcome.out_of_step():
             self._log_round(exchange_id, answers, outcome.gathered.get(self.peer_id), outcome.name)
 
     def forget_left_over(self) -> None:

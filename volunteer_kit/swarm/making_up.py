@@ -57,6 +57,11 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     def _can_make_up(self) -> bool:
         return self.grad_averager.verification is None and self.complete
 
+    @property
+    def _can_postpone(self) -> bool:
+        """A round that we do not come to, with all that it was to be of."""
+        return self._can_make_up and self.grad_averager.local_steps is None
+
     def _finish_updates(self) -> None:
         self.only_accumulated = False
         self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
@@ -84,21 +89,24 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
 
     # --- rounds that we missed ---
 
-    def _miss_round(self, report: dict[str, Any], was_alone: bool) -> None:
-        """Nobody came to our round, though others are here: it was over, or theirs is still to come. A step of ours
-        would be nobody's, so none is taken; but only so often, for some who are seen never come.
+    def _put_off(self, report: dict[str, Any], was_alone: bool) -> bool:
+        """A step of ours would be nobody's, so none is taken; but only so often, for some who are seen never come.
 
         :param was_alone: nobody can have got anything of ours
         """
-        own_epoch, swarm_epoch = report["epoch"] - 1, report["swarm_epoch"]
-        can_wait = self._can_make_up and self.grad_averager.local_steps is None
-        report["is_postponed"] = can_wait and self._times_postponed < AGAIN_AND_AGAIN
-        if report["is_postponed"]:
+        if self._can_postpone and self._times_postponed < AGAIN_AND_AGAIN:
             self._times_postponed += 1
             kept = was_alone and report["samples"] > 0
             self._untaken = Untaken(*(report[n] for n in Untaken._fields)) if kept else Untaken(0, 0.0, ())
-            self.state_averager.is_postponed = True
-        elif self._follow is None and swarm_epoch > own_epoch:
+            self.state_averager.is_postponed = report["is_postponed"] = True
+        return report.get("is_postponed", False)
+
+    def _miss_round(self, own_epoch: int, swarm_epoch: int) -> None:
+        """Nobody came to our round, though others are here: it was over, or theirs is still to come.
+
+        :param own_epoch: ours when it began, :param swarm_epoch: theirs
+        """
+        if self._follow is None and swarm_epoch > own_epoch:
             self._follow = Follow(swarm_epoch, (), f"at epoch {own_epoch}, the others at {swarm_epoch}")
         else:
             self._stepped_apart = True

@@ -222,6 +222,8 @@ class SwarmOptimizer(MeetingOptimizer):
                     self._times_back = self._times_postponed = 0
                 if 2 * outcome.holders(own_id, report["told"]) > report["num_peers"]:
                     self.state_averager.is_shared = True
+                if outcome.is_lost and self._follow is None and self._put_off(report, was_alone=False):
+                    self._stepped_apart = False
                 failure = outcome.out_of_step().get(own_id)
                 if failure is None:  # else it was a round of another epoch than that of which we know claims
                     self._settle_claims(report, outcome)
@@ -232,7 +234,7 @@ class SwarmOptimizer(MeetingOptimizer):
         if outcome.group:
             self._rounds.append(time.perf_counter() - report["triggered"])
         self.state_averager.round_name = outcome.name
-        if outcome.group and self.on_reduced is not None:
+        if outcome.group and not report.get("is_postponed") and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
         # who trains nothing has no gradients of its own; zeros would still turn the model by their momentum
         self.state_averager.makes_no_step = not (self._something_came() if outcome.group else not self._attends)
@@ -246,7 +248,8 @@ class SwarmOptimizer(MeetingOptimizer):
         if outcome.group:
             return
         if report["num_peers"] > 1:
-            self._miss_round(report, was_alone)
+            if not (report["averaged"] and self._put_off(report, was_alone)):  # else the step is taken already
+                self._miss_round(report["epoch"] - 1, report["swarm_epoch"])
         elif self.uncertain_steps.has_met:  # their records are over; it may be our line that was
             self._stepped_apart = True
 

@@ -126,7 +126,7 @@ class StepReport:
     is held against it, though it took part; `expected`: members that its group should have had, ourselves among them;
     `cause`: one of failures.CAUSES if its round failed or lacked something, though the step was taken;
     `made_up_for`: rounds before it that this peer had missed, and whose steps it has taken from their averages;
-    `is_postponed`: nobody came, and so no step was taken; the samples go into the next.
+    `is_postponed`: nobody came, or hardly any answers, and so no step was taken; what nobody got goes into the next.
     """
 
     epoch: int

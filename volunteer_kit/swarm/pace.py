@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import median_low
 
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import PeerID
@@ -35,12 +36,13 @@ class Pace:
         self.exchange = None if exchange_timeout is None else Deadline(exchange_timeout)
         self._late = LateReducers()
         self.mark = b""  # told with the rest: of what our last round has left with us
+        self.least = 0  # likewise: members that our next group should have
 
     def told(self, entry: bytes) -> bytes:
         """Our entry for the next group, with what we know."""
         bandwidth = self._speed.mbps if self._bandwidth is None else self._bandwidth
         seconds = self.exchange.learnt if self.exchange is not None else None
-        return with_pace(entry, self._serializer, bandwidth, seconds, self._late.named, self.mark)
+        return with_pace(entry, self._serializer, bandwidth, seconds, self._late.named, self.mark, self.least)
 
     def _entries(self, group: GroupInfo) -> list[Entry]:
         return [read_entry(data, self._serializer) or UNUSABLE for data in group.gathered]
@@ -48,6 +50,10 @@ class Pace:
     def is_marked_alike(self, group: GroupInfo) -> bool:
         """Has the last round left the same with all members?"""
         return {entry.mark for entry in self._entries(group)} == {self.mark} != {b""}
+
+    def are_too_few(self, group: GroupInfo) -> bool:
+        """By what half of its members think at least, so that one stranger's word keeps nobody from a round."""
+        return group.group_size < median_low(entry.least for entry in self._entries(group))
 
     def exchange_seconds(self, group: GroupInfo) -> float | None:
         """This group's deadline for its exchange."""

@@ -153,6 +153,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.num_ahead = 0  # others whose epoch is later than ours
         self.num_late = 0  # of those behind, who will not be in the next round: gone, or with a state to take first
         self.attendance, self.awaited = Attendance(), frozenset[PeerID]()  # others who will be in the next round
+        self.num_regulars = 0  # others whose record is not over, and who came to one of the last rounds
         self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
@@ -340,3 +341,4 @@ class SwarmProgressTracker(ProgressTracker):
         for peer, told in near.items():
             self.attendance.heard(peer, told)
         self.awaited = frozenset(filter(self.attendance.is_awaited, near))
+        self.num_regulars = sum(self.attendance.is_regular(PeerID(claim.peer_id)) for claim in others)

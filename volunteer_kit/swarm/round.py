@@ -40,6 +40,11 @@ class Round:
         return len(self.group)
 
     @property
+    def is_lost(self) -> bool:
+        """Too few answers came for a step: who got most of them is elsewhere, and can give them."""
+        return bool(self.group) and self.received <= 0.5
+
+    @property
     def name(self) -> bytes | None:
         """Of this round and what was received of it: equal on members that got the same. None: there was none."""
         if not self.group:

@@ -21,6 +21,7 @@ class SharedWords:
     def _share_words(self) -> None:
         """To be called before the averager's process is made."""
         self._expected_group_size = mp.Value(ctypes.c_int32, 0)
+        self._least_group_size = mp.Value(ctypes.c_int32, 0)
         self._awaited_group_size = mp.Array(ctypes.c_double, [0, -math.inf])  # and time.monotonic() when it was said
         self._group_order = mp.Value(ctypes.c_int64, 0)
         self._led_apart = mp.Value(ctypes.c_int64, 0)
@@ -36,6 +37,15 @@ class SharedWords:
     @expected_group_size.setter
     def expected_group_size(self, value: int) -> None:
         self._expected_group_size.value = min(value, MAX_GROUP_SIZE)
+
+    @property
+    def least_group_size(self) -> int:
+        """Peers without whom we would rather not average; what most of a group say counts."""
+        return self._least_group_size.value
+
+    @least_group_size.setter
+    def least_group_size(self, value: int) -> None:
+        self._least_group_size.value = min(value, MAX_GROUP_SIZE)
 
     @property
     def awaited_group_size(self) -> int:

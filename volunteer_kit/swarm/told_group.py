@@ -32,6 +32,7 @@ from hivemind.utils.asyncio import cancel_and_wait
 from hivemind.utils.serializer import SerializerBase
 
 from volunteer_kit.swarm.deadlines import Deadline
+from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE
 from volunteer_kit.swarm.shares import MAX_NAMED, NAME_SIZE
 
 LED_APART = "the leader told members different groups"
@@ -51,6 +52,11 @@ REQUEST_SHARE = 0.8  # of that time, for a leader's answer; two that ask each ot
 AVOIDED_FOR = 300.0  # s that a leader is not followed again; it may still take part
 MIN_BANDWIDTH, MAX_BANDWIDTH = 1e-3, 1e12  # in any unit that somebody may take, and load balancing can calculate with
 MAX_SECONDS = 1e6  # that anybody can say a round takes
+
+
+class TooFew(MatchmakingException):
+    """No more than half of those who usually come. They may be cut off from the rest, who go on: what they came to
+    would be nobody else's. hivemind looks for another group."""
 
 
 class ToldOtherwise(AllreduceException):
@@ -79,6 +85,7 @@ class Entry:
     seconds: float | None = None  # that it has learnt to await a round; None: it does not know
     late: frozenset[bytes] = frozenset()  # names of reducers that it has seen being late
     mark: bytes = b""  # of what its last round has left with it, for the next one
+    least: int = 0  # members that its group should have
 
 
 UNUSABLE = Entry(0.0, AveragingMode.AUX, None)  # neither sends nor reduces
@@ -97,7 +104,8 @@ def read_entry(data: bytes, serializer: type[SerializerBase]) -> Entry | None:
         return None
     seconds, late, *rest = more[0] if more and type(more[0]) is list and len(more[0]) >= 2 else (None, ())
     mark = rest[0] if rest and type(rest[0]) is bytes and len(rest[0]) == MARK_SIZE else b""
-    return Entry(bandwidth, AveragingMode(mode), words, _read_seconds(seconds), _read_names(late), mark)
+    least = rest[1] if len(rest) > 1 and type(rest[1]) is int and 0 <= rest[1] <= MAX_GROUP_SIZE else 0
+    return Entry(bandwidth, AveragingMode(mode), words, _read_seconds(seconds), _read_names(late), mark, least)
 
 
 def with_pace(
@@ -107,10 +115,12 @@ def with_pace(
     seconds: float | None,
     late: Sequence[bytes],
     mark: bytes = b"",
+    least: int = 0,
 ) -> bytes:
     """The entry that hivemind has made, with what our rounds have shown. Later kits may tell more behind it."""
     _, mode, user_data = serializer.loads(data)[:3]
-    return serializer.dumps([bandwidth, mode, user_data, [seconds, list(late), *([mark] if mark else [])]])
+    more = [mark, least] if least else [mark] if mark else []
+    return serializer.dumps([bandwidth, mode, user_data, [seconds, list(late), *more]])
 
 
 def _read_seconds(told: Any) -> float | None:
@@ -169,6 +179,7 @@ class WaryMatchmaking(Matchmaking):
     leader: PeerID | None = None
     on_group: Callable[[], None] = staticmethod(lambda: None)  # called again and again while somebody waits with us
     awaited_group_size: Callable[[], int] = staticmethod(lambda: 0)  # members that come for certain
+    are_too_few: Callable[[GroupInfo], bool] = staticmethod(lambda group: False)
 
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
@@ -214,6 +225,8 @@ class WaryMatchmaking(Matchmaking):
             self.patience.succeeded(time.monotonic() - began)
         elif expected is not None:
             self.patience.failed((expected - group.group_size) / expected)
+        if group is not None and self.are_too_few(group):  # all its members read the same, and leave it together
+            raise TooFew(f"a group of {group.group_size}")
         return group
 
     async def _begin_with_enough(self, step: StepControl, began: float) -> None:

@@ -216,7 +216,8 @@ class Member:
             report = self.swarm.reports.popleft()
             if report.is_postponed:
                 self.rounds.count(report)
-                print(f"Nobody was met for step {report.epoch}; it is tried again with the same samples.")
+                why = "nobody was met" if report.group_size <= 1 else "too few answers came"
+                print(f"Step {report.epoch} is tried again: {why}.")
                 continue
             self.last = report
             if self.samples == 0:  # whoever signs for us has to know how fast we are

@@ -78,7 +78,7 @@ class EpochMean:
 
 class Callback:
     """What may happen around a step. `on_epoch` follows each global step, with its report and this peer's mean loss;
-    `on_postponed` a round that nobody came to, whose samples go into the next."""
+    `on_postponed` a round that comes to no step, and is tried again."""
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None: ...
 
