@@ -9,6 +9,7 @@ PEERS = 4
 SMALL, LARGE = 2, 16  # samples of a step; as far apart as the wire's 512 and 4096
 SAMPLES = {"scenes": 10_240, "emoji": 5_120}
 RATES = {SMALL: 3e-3, LARGE: 8e-3}  # of a step of this optimizer on so many samples
+MODEL = {"dim": 32, "depth": 2, "heads": 2}  # as small as it can be: thousands of rounds are to be made in a minute
 SPARSE = {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"}
 DENSE = {"grad_compression": "none", "small_compression": "none", "aggregation": "mean"}
 
@@ -36,7 +37,7 @@ class Training:
             "samples": round(SAMPLES[data] * samples),
             "batch": self.batch,
             "microbatch": self.batch // self.peers,
-            "run": {"swarm": self.swarm, "optimizer": {"lr": RATES[self.step], "betas": [0.9, 0.99]}},
+            "run": {"model": MODEL, "swarm": self.swarm, "optimizer": {"lr": RATES[self.step], "betas": [0.9, 0.99]}},
         }
 
 
