@@ -33,6 +33,16 @@ def peer():
     peer.shutdown()
 
 
+@pytest.fixture(scope="module")
+def lone(peer):
+    """A real optimizer on it, with nobody else."""
+    from tests.lone_optimizer import make_optimizer
+
+    optimizer = make_optimizer(peer)
+    yield optimizer
+    optimizer.shutdown()
+
+
 @pytest.fixture
 def averager(peer):
     """Of the gradients of two tensors, not started."""

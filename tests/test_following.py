@@ -7,9 +7,8 @@ import time
 
 import pytest
 import torch
-from hivemind.p2p import PeerID
 
-from tests.lone_optimizer import GIVEN_UP, make_optimizer, train
+from tests.lone_optimizer import GIVEN_UP, NAMES, A, B, train
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.agreement import Follow
@@ -19,15 +18,10 @@ from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import StateRefused, digest
 
-A, B = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 3))
-NAMES = ["weight", "bias"]
-
 
 @pytest.fixture(scope="module")
-def optimizer(peer):
-    optimizer = make_optimizer(peer, "checkpoints")
-    yield optimizer
-    optimizer.shutdown()
+def optimizer(lone):
+    return lone
 
 
 def test_a_checkpoint_brings_back_every_bit(optimizer, tmp_path):

@@ -236,7 +236,7 @@ def test_who_goes_back_goes_on_at_the_rates_of_those_epochs(peer, rate):
     step(astray, b"1", b"2")
     astray.is_shared = True
     step(astray, b"alone", b"alone again")
-    assert astray.take_back_lone_steps() and astray.local_epoch == 2
+    assert astray.go_back_to_last_shared() and astray.local_epoch == 2
     step(astray, b"3", b"4", b"5")
     assert digest(astray.state_tensors()) == digest(straight.state_tensors())
     assert astray.lineage == straight.lineage and astray.local_epoch == 5

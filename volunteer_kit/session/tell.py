@@ -85,8 +85,7 @@ class Tell(Callback):
 
     def on_postponed(self, trainer: Trainer, report: StepReport) -> None:
         self.session.tally.count(report)
-        why = "nobody was met" if report.group_size <= 1 else "too few answers came"
-        how = f"Step {report.epoch} is tried again: {why}."
+        how = f"Step {report.epoch} is tried again: {report.why_postponed}."
         self.session.emit("warning", kind="round", message=how)
 
     def _tell_trouble(self, report: StepReport) -> None:

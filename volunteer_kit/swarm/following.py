@@ -187,7 +187,7 @@ class FollowingOptimizer(MakingUpOptimizer):
         if not self.complete:
             raise CheckpointError("Nothing was saved: the optimizer's statistics are still being downloaded.")
         averager, others_are_here = self.state_averager, self.tracker.global_progress.num_peers > 1
-        before = averager.before_lone_steps() if certain and others_are_here else None
+        before = averager.last_shared() if certain and others_are_here else None
         metadata, tensors = before or averager.state_now()
         keys = [*names, *self.state_averager.statistic_keys(names)]
         del metadata["past"]

@@ -58,9 +58,10 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         return self.grad_averager.verification is None and self.complete
 
     @property
-    def _can_postpone(self) -> bool:
-        """A round that we do not come to, with all that it was to be of."""
-        return self._can_make_up and self.grad_averager.local_steps is None
+    def _may_postpone(self) -> bool:
+        """The next step, if its round comes to nothing."""
+        may = self._can_make_up and self.grad_averager.local_steps is None
+        return may and self._times_postponed < AGAIN_AND_AGAIN
 
     def _finish_updates(self) -> None:
         self.only_accumulated = False
@@ -89,17 +90,18 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
 
     # --- rounds that we missed ---
 
-    def _put_off(self, report: dict[str, Any], was_alone: bool) -> bool:
+    def _postpone(self, report: dict[str, Any], was_alone: bool) -> bool:
         """A step of ours would be nobody's, so none is taken; but only so often, for some who are seen never come.
 
         :param was_alone: nobody can have got anything of ours
         """
-        if self._can_postpone and self._times_postponed < AGAIN_AND_AGAIN:
-            self._times_postponed += 1
-            kept = was_alone and report["samples"] > 0
-            self._untaken = Untaken(*(report[n] for n in Untaken._fields)) if kept else Untaken(0, 0.0, ())
-            self.state_averager.is_postponed = report["is_postponed"] = True
-        return report.get("is_postponed", False)
+        if not self._may_postpone:
+            return False
+        self._times_postponed += 1
+        kept = was_alone and report["samples"] > 0
+        self._untaken = Untaken(*(report[n] for n in Untaken._fields)) if kept else Untaken(0, 0.0, ())
+        self.state_averager.is_postponed = True
+        return True
 
     def _miss_round(self, own_epoch: int, swarm_epoch: int) -> None:
         """Nobody came to our round, though others are here: it was over, or theirs is still to come.
@@ -157,10 +159,12 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
 
         :returns: are we where they are? If not, we may be some steps nearer
         """
+        if not self._can_make_up:
+            return False
         if self._make_up_from_here(at_least, donors):
             return True
         others_are_here = self.tracker.global_progress.num_peers > 1
-        if not (self._can_make_up and others_are_here and self._take_back_lone_steps()):
+        if not (others_are_here and self._go_back()):
             return False
         if self._make_up_from_here(at_least, donors):
             return True
@@ -204,9 +208,9 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         logger.info(f"Made up for rounds {first} to {self.local_epoch}; the others hold the same: {own_id in right}")
         return own_id in right
 
-    def _take_back_lone_steps(self) -> bool:
+    def _go_back(self) -> bool:
         """:returns: whether there were any"""
-        if not self.state_averager.take_back_lone_steps():
+        if not self.state_averager.go_back_to_last_shared():
             return False
         self._times_back += 1
         self.uncertain_steps.given_up(kept_until=self.local_epoch)

@@ -8,7 +8,6 @@ from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
 
-from volunteer_kit.swarm.making_up import AGAIN_AND_AGAIN
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import LONGEST
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
@@ -42,8 +41,8 @@ class MeetingOptimizer(VerifyingOptimizer):
         if self.grad_averager.told != self.state_averager.told:
             self._drop_scheduled_round()
         self.grad_averager.told = self.state_averager.told
-        may_wait = self._can_postpone and self._times_postponed < AGAIN_AND_AGAIN
-        self.grad_averager.least_group_size = (1 + self.tracker.num_regulars) // 2 + 1 if may_wait else 0
+        most = (1 + self.tracker.num_regulars) // 2 + 1
+        self.grad_averager.least_group_size = most if self._may_postpone else 0
         self.grad_averager.due = self.tracker.estimated_next_update_time
         for averager in (self.grad_averager, self.state_averager):
             averager.expected_group_size = self.tracker.global_progress.num_peers - self.tracker.num_late

@@ -222,7 +222,7 @@ class SwarmOptimizer(MeetingOptimizer):
                     self._times_back = self._times_postponed = 0
                 if 2 * outcome.holders(own_id, report["told"]) > report["num_peers"]:
                     self.state_averager.is_shared = True
-                if outcome.is_lost and self._follow is None and self._put_off(report, was_alone=False):
+                if outcome.is_lost and self._follow is None and self._postpone(report, was_alone=False):
                     self._stepped_apart = False
                 failure = outcome.out_of_step().get(own_id)
                 if failure is None:  # else it was a round of another epoch than that of which we know claims
@@ -234,7 +234,7 @@ class SwarmOptimizer(MeetingOptimizer):
         if outcome.group:
             self._rounds.append(time.perf_counter() - report["triggered"])
         self.state_averager.round_name = outcome.name
-        if outcome.group and not report.get("is_postponed") and self.on_reduced is not None:
+        if outcome.group and not self.state_averager.is_postponed and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
         # who trains nothing has no gradients of its own; zeros would still turn the model by their momentum
         self.state_averager.makes_no_step = not (self._something_came() if outcome.group else not self._attends)
@@ -248,7 +248,7 @@ class SwarmOptimizer(MeetingOptimizer):
         if outcome.group:
             return
         if report["num_peers"] > 1:
-            if not (report["averaged"] and self._put_off(report, was_alone)):  # else the step is taken already
+            if not (report["averaged"] and self._postpone(report, was_alone)):  # else the step is taken already
                 self._miss_round(report["epoch"] - 1, report["swarm_epoch"])
         elif self.uncertain_steps.has_met:  # their records are over; it may be our line that was
             self._stepped_apart = True
@@ -280,7 +280,7 @@ class SwarmOptimizer(MeetingOptimizer):
             cause = None  # with nobody to meet there was no round that could fail
         elif cause in failures.OF_THE_LINE and self.cut_off is not None:
             cause = failures.CUT_OFF  # it was our own line
-        is_postponed = report.get("is_postponed", False)
+        is_postponed = self.state_averager.is_postponed
         uncertain = not is_postponed and (failure is None or not met)
         if uncertain:
             whole = met and self._follow is None and outcome.received == 1 and len(outcome) >= report["num_peers"]

@@ -151,6 +151,12 @@ class StepReport:
     is_postponed: bool = False
 
     @property
+    def why_postponed(self) -> str | None:
+        if not self.is_postponed:
+            return None
+        return "nobody was met" if self.group_size <= 1 else "too few answers came"
+
+    @property
     def is_round(self) -> bool:
         """Was there anybody to average with?"""
         return max(self.expected, self.group_size) > 1

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import math
 import multiprocessing as mp
-import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,8 +24,6 @@ from hivemind.utils.logging import get_logger
 from volunteer_kit.swarm.agreement import (
     BEGINNING,
     LINEAGE_SIZE,
-    MAX_EPOCH,
-    MAX_SEQUENCE,
     PAST,
     SKETCH_SIZE,
     advance,
@@ -36,8 +32,9 @@ from volunteer_kit.swarm.agreement import (
     sketch,
 )
 from volunteer_kit.swarm.averaged_state import AveragedState
+from volunteer_kit.swarm.checked_state import CheckedState
+from volunteer_kit.swarm.last_shared import LastShared
 from volunteer_kit.swarm.local_steps import LocalSteps
-from volunteer_kit.swarm.lone_step import LoneSteps
 from volunteer_kit.swarm.schedule import Scheduled
 from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
@@ -62,7 +59,7 @@ def digest(tensors) -> str:
     return hasher.hexdigest()
 
 
-class SwarmStateAverager(LoneSteps, Scheduled, AveragedState, TrainingStateAverager):
+class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, TrainingStateAverager):
     """Parameters and statistics of this peer.
 
     After each step a sketch of the parameters is made: it is told in every round, and declared for those who look for a
@@ -202,44 +199,6 @@ class SwarmStateAverager(LoneSteps, Scheduled, AveragedState, TrainingStateAvera
         order = {"order": self._order} if self._order else {}
         return {"epoch": self._state_epoch, "lineage": self._lineage.hex(), "numbers": numbers, **order}
 
-    def check_state(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises StateRefused unless a donor's state fits ours in every shape and type, and is finite."""
-        self.check_metadata(metadata)
-        wanted = len(self.state_tensors())
-        if len(tensors) != wanted:
-            raise StateRefused(f"{len(tensors)} tensors instead of {wanted}")
-        self.check_tensors(tensors)
-
-    def check_metadata(self, metadata: Any) -> None:
-        epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
-            raise StateRefused(f"epoch {epoch!r}")
-        lineage = metadata.get("lineage", BEGINNING.hex())  # old checkpoints have none
-        if not isinstance(lineage, str) or not re.fullmatch(f"[0-9a-f]{{{2 * LINEAGE_SIZE}}}", lineage):
-            raise StateRefused(f"lineage {lineage!r}"[:200])
-        order = metadata.get("order", 0)
-        if type(order) is not int or not 0 <= order < MAX_SEQUENCE:
-            raise StateRefused(f"order {order!r}"[:200])
-        numbers = metadata.get("numbers")
-        own_numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
-        if not isinstance(numbers, list) or len(numbers) != len(own_numbers):
-            raise StateRefused("another optimizer's counters")
-        if not all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers):
-            raise StateRefused("counters that are not finite")
-
-    def check_tensors(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
-        """The same for a part of the tensors, from place `first` on."""
-        own, non_negative = self.state_tensors(), getattr(self.optimizer, "non_negative", ())
-        names = [None] * self.num_parameters
-        names += [name for _, name, value in self._statistics() if isinstance(value, torch.Tensor)]
-        for index, theirs in enumerate(tensors, start=first):
-            if theirs.shape != own[index].shape or theirs.dtype != own[index].dtype:
-                raise StateRefused(f"tensor {index} is {theirs.dtype} {tuple(theirs.shape)}")
-            if theirs.is_floating_point() and not torch.isfinite(theirs).all():
-                raise StateRefused(f"tensor {index} is not finite")
-            if names[index] in non_negative and (theirs < 0).any():
-                raise StateRefused(f"a negative {names[index]}, whose root is no number")
-
     def adopt_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a checked state into our own tensors, statistics in their own types, and follow its epoch."""
         self.abandon_statistics()
@@ -280,7 +239,7 @@ class SwarmStateAverager(LoneSteps, Scheduled, AveragedState, TrainingStateAvera
         if self.local_steps is not None:
             goes_back = metadata.get("order", 0) != self._order or metadata.get("lineage") == BEGINNING.hex()
             self.local_steps.restart(with_statistics=goes_back)
-        self.stand_by_lone_steps()
+        self.forget_last_shared()
         past = read_past(metadata.get("past"))
         self.kept_until = last_in_common(read_past(self._past), past)
         self._own_past = [told for told in self._own_past if told[0] <= self.kept_until]

@@ -216,8 +216,7 @@ class Member:
             report = self.swarm.reports.popleft()
             if report.is_postponed:
                 self.rounds.count(report)
-                why = "nobody was met" if report.group_size <= 1 else "too few answers came"
-                print(f"Step {report.epoch} is tried again: {why}.")
+                print(f"Step {report.epoch} is tried again: {report.why_postponed}.")
                 continue
             self.last = report
             if self.samples == 0:  # whoever signs for us has to know how fast we are

@@ -15,21 +15,21 @@ from hivemind.utils.logging import get_logger
 logger = get_logger(__name__)
 
 
-class LoneSteps:
+class LastShared:
     """Part of SwarmStateAverager: keeps that state, in memory. From there the rounds of those who met can be made up
     for; from a model that nobody else has, nothing can but to download a state.
     """
 
     # before a step: do most of those here hold what we hold? None: nobody else was ever here. The optimizer sets it
     is_shared: bool | None = False
-    _before_lone_steps: tuple[dict, list[torch.Tensor]] | None = None
+    _last_shared: tuple[dict, list[torch.Tensor]] | None = None
 
     @torch.no_grad()
     def _note_before_step(self) -> None:
         """With the lock on the state, at each step of ours: is what we hold to be kept?"""
-        before, is_shared, self.is_shared = self._before_lone_steps, self.is_shared, False
+        before, is_shared, self.is_shared = self._last_shared, self.is_shared, False
         if is_shared is None:
-            self._before_lone_steps = None
+            self._last_shared = None
         elif self.complete and (is_shared or before is None):
             tensors: list[Any] = self.state_tensors()
             if before is None:
@@ -38,23 +38,23 @@ class LoneSteps:
                 kept = before[1]
                 for copy, tensor in zip(kept, tensors, strict=True):
                     copy.copy_(tensor)
-            self._before_lone_steps = {**self.metadata(), "past": list(self._past)}, kept
+            self._last_shared = {**self.metadata(), "past": list(self._past)}, kept
 
-    def before_lone_steps(self) -> tuple[dict, list[torch.Tensor]] | None:
+    def last_shared(self) -> tuple[dict, list[torch.Tensor]] | None:
         """A copy of it, as state_now gives it."""
         with self.lock_optimizer:
-            before = self._before_lone_steps
+            before = self._last_shared
             return before and (dict(before[0]), [tensor.clone() for tensor in before[1]])
 
-    def take_back_lone_steps(self) -> bool:
+    def go_back_to_last_shared(self) -> bool:
         """Hold that state again. Between two steps. :returns: whether it is another than ours"""
-        before = self._before_lone_steps
+        before = self._last_shared
         if before is None or before[0]["lineage"] == self.metadata()["lineage"]:
             return False
         logger.info(f"Going back from epoch {self.local_epoch} to {before[0]['epoch']}, which most others had as well")
         self.adopt_state(*before)
         return True
 
-    def stand_by_lone_steps(self) -> None:
-        """What we hold no longer came of it, or the swarm is we."""
-        self._before_lone_steps = None
+    def forget_last_shared(self) -> None:
+        """What we hold no longer came of it."""
+        self._last_shared = None
