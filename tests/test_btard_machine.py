@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -272,6 +273,7 @@ class Run(RuleBasedStateMachine):
         self.check()
 
 
+@pytest.mark.slow
 def test_no_sequence_of_messages_bans_an_honest_majority():
     few = settings(max_examples=50, stateful_step_count=6, deadline=None, derandomize=True, print_blob=True,
                    suppress_health_check=list(HealthCheck))  # fmt: skip

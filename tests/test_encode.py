@@ -492,6 +492,7 @@ def test_a_worker_that_cannot_write_says_why():
 # the command
 
 
+@pytest.mark.slow
 @needs_emoji
 def test_emoji_killed_five_times_at_random_is_byte_equal_to_undisturbed(tmp_path):
     shards = str(emoji_folder() / "{00000..00003}.tar")

@@ -19,7 +19,9 @@ def rounds_of(peer, members: int) -> list[dict]:
     return [e for e in peer.events if e["event"] == "epoch" and e["group_size"] == members and e["failure"] is None]
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    "delayed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "in the background"]
+)
 def test_sparse_rounds_keep_peers_equal_and_learning(tmp_path, delayed):
     settings = {
         "grad_codec": "sparse", "density": 1 / 8, "delay_grad_averaging": delayed, "delay_optimizer_step": delayed,
@@ -39,7 +41,9 @@ def test_sparse_rounds_keep_peers_equal_and_learning(tmp_path, delayed):
         assert note["numel"] == NUMEL and note["total"] >= 256
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    "delayed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "in the background"]
+)
 def test_local_steps_with_a_peer_in_client_mode(tmp_path, delayed):
     """The public code refuses local updates in client mode; here it is a peer like any other."""
     settings = {

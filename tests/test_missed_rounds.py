@@ -265,6 +265,7 @@ def made_up(peer, after: int):
     return peer.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > after and e["made_up_for"] > 0)
 
 
+@pytest.mark.slow
 def test_a_peer_that_slept_makes_up_for_the_rounds_that_it_missed(tmp_path):
     with local_swarm(tmp_path) as swarm:
         peers = [swarm.add(**STEADY) for _ in range(3)]
@@ -311,6 +312,7 @@ def test_a_round_that_nobody_came_to_is_tried_again_with_its_samples(tmp_path):
         assert not any(e["apart"] for e in since)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_taken_alone_is_taken_back(tmp_path):
     with local_swarm(tmp_path) as swarm:
         peers = [swarm.add(**STEADY) for _ in range(3)]

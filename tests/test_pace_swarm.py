@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
+import pytest
 import torch
 
 from tests.local_swarm import LocalPeer, local_swarm
@@ -27,6 +28,7 @@ def await_rounds(peer: LocalPeer, count: int, group_size: int, timeout: float = 
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_member_costs_less_than_the_runs_timeouts(tmp_path):
     """Its record stays, and the others expect it. (Of one that is stopped the DHT asks in vain, for seconds each.)"""
     timeouts = {"matchmaking_time": 15.0, "allreduce_timeout": 60.0, "next_chunk_timeout": 30.0, "pause": 0.05}
@@ -89,6 +91,7 @@ def test_slices_follow_what_lines_carry(peer):
         assert sent[-1][3] < 0.8 * min(sent[-1][:3]), sent
 
 
+@pytest.mark.slow
 def test_one_public_peer_carries_all_clients(tmp_path):
     with local_swarm(tmp_path) as swarm:
         public = swarm.add()

@@ -121,6 +121,7 @@ def test_a_full_disk_is_told_once(reading, tiny_disk):
     assert [one["kind"] for one in told] == ["stream"] and "No space left" in told[0]["message"]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_reads_on_where_its_last_step_was(tmp_path):
     """A real worker, alone in its swarm: after SIGKILL the next one goes on in the same lease, further on."""
     home = Home(tmp_path / "home")

@@ -33,6 +33,7 @@ def assert_counted_once(peer: LocalPeer) -> None:
     assert counts["failed"] == Counter(e["cause"] for e in seen if e["cause"])
 
 
+@pytest.mark.slow
 def test_an_undisturbed_swarms_groups_are_complete_and_nothing_fails(tmp_path):
     with local_swarm(tmp_path) as swarm:
         peers = [swarm.add() for _ in range(3)]
@@ -41,6 +42,7 @@ def test_an_undisturbed_swarms_groups_are_complete_and_nothing_fails(tmp_path):
             assert_counted_once(peer)
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_gone_before_the_round_leaves_no_group(tmp_path):
     with local_swarm(tmp_path) as swarm:
         first, met = swarm.add(target_batch_size=1024), 0
@@ -64,7 +66,9 @@ def is_broken(event: dict) -> bool:
     return event["event"] in TOLD and event["group_size"] > 1 and event["received"] < 1
 
 
-@pytest.mark.parametrize("attack, cause", [("die", "peer_lost"), ("stall", "timeout")])
+@pytest.mark.parametrize(
+    "attack, cause", [("die", "peer_lost"), pytest.param("stall", "timeout", marks=pytest.mark.slow)]
+)
 def test_a_peer_that_dies_or_stalls_in_the_middle(tmp_path, attack, cause):
     """kill -9 or SIGSTOP of the whole peer, once its first message of the round is on its way."""
     with local_swarm(tmp_path) as swarm:

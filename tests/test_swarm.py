@@ -8,10 +8,10 @@ from tests.local_swarm import local_swarm
 @pytest.mark.parametrize(
     "delays",
     [
-        {},
-        {"delay_optimizer_step": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"delay_optimizer_step": True}, marks=pytest.mark.slow),
         {"delay_optimizer_step": True, "delay_grad_averaging": True},
-        {"delay_optimizer_step": True, "average_state_every": 1},
+        pytest.param({"delay_optimizer_step": True, "average_state_every": 1}, marks=pytest.mark.slow),
     ],
     ids=["sync", "delayed step", "delayed averaging", "state averaging"],
 )
@@ -43,7 +43,9 @@ def test_kill_late_joiner_and_client_mode_end_in_sync(tmp_path, delays):
         assert min(losses[-3:]) < losses[0]
 
 
-@pytest.mark.parametrize("attack, words", [("nan", "not finite"), ("weight", "weight 1e+06")])
+@pytest.mark.parametrize(
+    "attack, words", [("nan", "not finite"), pytest.param("weight", "weight 1e+06", marks=pytest.mark.slow)]
+)
 def test_a_dishonest_peer_costs_its_own_samples_only(tmp_path, attack, words):
     with local_swarm(tmp_path) as swarm:
         honest = [swarm.add(), swarm.add()]
@@ -66,6 +68,7 @@ def test_a_dishonest_peer_costs_its_own_samples_only(tmp_path, attack, words):
             assert all(loss == loss and loss < 2 * losses[0] for loss in losses)
 
 
+@pytest.mark.slow
 def test_inflated_progress_does_not_end_epochs_early(tmp_path):
     """It claims a whole batch at the beginning of every epoch; its device does as much as each of the others'."""
     target = 256
@@ -87,6 +90,7 @@ def test_inflated_progress_does_not_end_epochs_early(tmp_path):
         assert min(true) >= 0.8 * target, true
 
 
+@pytest.mark.slow
 def test_poisoned_state_averaging_is_not_taken(tmp_path):
     """By the plain mean, so that the bound alone must hold it off."""
     options = {"average_state_every": 1, "delay_optimizer_step": True, "trusts_means": True}
@@ -108,7 +112,12 @@ def test_poisoned_state_averaging_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "delays", [{}, {"delay_optimizer_step": True, "delay_grad_averaging": True}], ids=["sync", "delayed averaging"]
+    "delays",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"delay_optimizer_step": True, "delay_grad_averaging": True},
+    ],
+    ids=["sync", "delayed averaging"],
 )
 def test_a_damaged_model_is_found_in_the_next_round_and_mended(tmp_path, delays):
     with local_swarm(tmp_path) as swarm:

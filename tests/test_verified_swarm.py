@@ -54,7 +54,14 @@ def new_bans(event: dict) -> set[str]:
     return {who for kind, who, *_ in told if kind == "ban"}
 
 
-@pytest.mark.parametrize("delays", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "delays",
+    [
+        pytest.param((False, False), marks=pytest.mark.slow),
+        pytest.param((True, False), marks=pytest.mark.slow),
+        (True, True),
+    ],
+)
 def test_honest_peers_find_each_other_right(tmp_path, delays):
     step, averaging = delays
     with local_swarm(tmp_path) as swarm:
@@ -68,6 +75,7 @@ def test_honest_peers_find_each_other_right(tmp_path, delays):
         assert not [event for peer in peers for event in found(peer, "strike", "ban", "mismatch")]
 
 
+@pytest.mark.slow
 def test_who_cannot_be_called_is_looked_at_and_looks_at_others(tmp_path):
     with local_swarm(tmp_path) as swarm:
         options = {"module": "tests.verified_peer", "verification": ALWAYS, "target_batch_size": 256, "waits": True}
@@ -86,6 +94,7 @@ def test_who_cannot_be_called_is_looked_at_and_looks_at_others(tmp_path):
         assert not [event for event in found(public[0], "strike", "mismatch") if event[1] != cheat]
 
 
+@pytest.mark.slow
 def test_a_reducer_that_answers_one_member_otherwise_drives_nobody_apart(tmp_path):
     """On another model than the others' its gradients would be false to all, and it would be struck for them."""
     with local_swarm(tmp_path) as swarm:
@@ -97,8 +106,10 @@ def test_a_reducer_that_answers_one_member_otherwise_drives_nobody_apart(tmp_pat
         cheat.order("cheat")
         for peer in peers[:3]:
             peer.wait_for(
-                lambda e: e["event"] == "verdicts"
-                and any(x[:2] == ["suspended", own_id] and "what was sent" in x[3] for x in e["events"]),
+                lambda e: (
+                    e["event"] == "verdicts"
+                    and any(x[:2] == ["suspended", own_id] and "what was sent" in x[3] for x in e["events"])
+                ),
                 60,
             )
         met = max(event["epoch"] for peer in peers for event in of(peer, "epoch"))
