@@ -44,17 +44,19 @@ from benchmarks.netlab_parts.telling import end_with
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 SEEDS = (0, 1, 2)
-SECONDS, PEERS = 45.0, 4  # of a trial on the wire
+SECONDS, PEERS = 30.0, 4  # of a trial on the wire
+DDP_SHARE = 1 / 2  # of its seconds, where each step sends the same
 LEAST_EPOCHS = 2  # that it measures at least
 HEADERS = 1.08  # bytes on the wire for each of a part: simulate.py's fit
-FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 8  # and times as many samples in each training
+FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 4  # and times as many samples in each training
 
 
 # --- bytes ---
 
 
 def measure(arm: Arm, options: argparse.Namespace) -> Outcome:
-    lines, seconds = [Line(*arm.line)] * options.peers, max(options.seconds, LEAST_EPOCHS * arm.epoch)
+    seconds = options.seconds * (DDP_SHARE if arm.system == "ddp" else 1.0)
+    lines, seconds = [Line(*arm.line)] * options.peers, max(seconds, LEAST_EPOCHS * arm.epoch)
     return perform(
         Trial(
             arm.words, arm.system, lines, seconds=seconds, swarm=arm.swarm, stock=arm.stock, ratio=1,
@@ -77,8 +79,8 @@ def wire(options: argparse.Namespace) -> dict[str, float]:
     for arm in ARMS:
         outcomes[arm.key] = outcome = measure(arm, options)
         print(outcome.row(), flush=True)
-        for failure, times in outcome.failures.items():
-            print(f"{'':>8}{times} x {failure[:100]}", flush=True)
+        for failure, count in outcome.failures.items():
+            print(f"{'':>8}{count} x {failure[:100]}", flush=True)
         if not outcome.total.samples:
             raise SystemExit(f"{arm.words}: no sample entered a step.")
         more = 1.0 if arm.is_shared else UNSHARED

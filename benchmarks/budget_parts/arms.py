@@ -12,6 +12,7 @@ MODEL = "1.5m"  # of home_parts/material.py
 EPOCH = 141.0 / 15  # s for BATCH samples, the original's, dilated as home_parts/material.py is
 FAST, HOME = (1000.0, 1000.0), (20.0, 10.0)  # Mbit/s down, up
 
+LOCAL = {"grad_density": 0.25, "local_steps": {"batch_size": SMALL_BATCH, "outer_lr": 1.0, "outer_momentum": 0.0}}
 SPARSE = {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"}
 ORIGINAL = {"codec": "uniform8", "average_state_every": 1}
 WAITING = {"delay_optimizer_step": False, "delay_grad_averaging": False, "delay_state_averaging": False}
@@ -55,7 +56,6 @@ ARMS = (
     ),
     Arm("sparse", "sparse gradients, shared, 4096", "kit", is_shared=True, swarm=SPARSE),
     Arm(
-        "best", "and local steps, rounds every 16384", "kit", BATCHES * BATCH, is_shared=True,
-        swarm={**SPARSE, "local_steps": {"batch_size": SMALL_BATCH}},
+        "best", "and local steps, rounds every 16384", "kit", BATCHES * BATCH, is_shared=True, swarm=SPARSE | LOCAL,
     ),
 )  # fmt: skip

@@ -111,7 +111,9 @@ class Peers:
                 else:
                     torch._foreach_add_(mean, gradients, alpha=len(part) / len(rows))
             ways.append(self.steps[peer].way() if self.steps else mean)
-        averages = self.group.average(ways, [float(len(batch.text) / self.peers)] * self.peers)
+        averages = ways[0]
+        if self.peers > 1:
+            averages = self.group.average(ways, [float(len(batch.text) / self.peers)] * self.peers)
         for parameter, average in zip(self.shared, averages, strict=True):
             parameter.grad = average
         self.optimizer.step()
