@@ -1,9 +1,9 @@
 """How much of their time do devices compute for the swarm, behind home lines? The kit at three kinds of lines, and at
-20/10 Mbit/s beside plain hivemind and DDP; there with smaller batches as well.
+20/10 Mbit/s beside plain hivemind and DDP; there with smaller batches and with local steps as well.
 
     python benchmarks/home_links.py                                    within 25 minutes
     python benchmarks/home_links.py --only kit --seconds 40            the kit's rows alone
-    python benchmarks/home_links.py --swarm grad_compression=sparse --swarm local_steps=8
+    python benchmarks/home_links.py --swarm grad_compression=sparse
     python benchmarks/home_links.py --full                             longer; stored under benchmarks/results/
 
 Eight workers, real processes of real swarms, each in a network namespace behind its own shaped line, with devices whose
@@ -40,6 +40,10 @@ CHOSEN: dict[str, dict] = {
 }
 # with sparse gradients rounds at 20/10 are so short that a host can let the swarm step four times as often
 SMALL, SMALL_BATCH = "20_10_small", 1 / 4  # of the samples of an epoch
+# or let each peer step by itself meanwhile, and of what all have moved a fourth travel: budget.py's, that learnt best
+STEPPING = "20_10_local"
+LOCAL = {"grad_density": 0.25, "local_steps": {"batch_size": 64, "outer_lr": 1.0, "outer_momentum": 0.0}}
+AT_20_10 = ("20_10", SMALL, STEPPING)
 # Matchmaking and DHT send as many bytes for a small model: behind lines narrowed for 4 M parameters from 1 Mbit/s they
 # were all that had room, so that line is measured as it is
 MODEL, MODEL_OF = "4m", {"5_1": "12.5m"}
@@ -70,6 +74,7 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
         yield Trial(words, "kit", lines(name), swarm=chosen, **{**given, "model": model})
     sparse = Trial(f"kit, sparse, {SMALL}", "kit", lines("20_10"), swarm=CHOSEN["5_1"] | swarm, **given)
     yield with_small_batches(sparse)
+    yield replace(sparse, name=f"kit, local steps, {STEPPING}", swarm=sparse.swarm | LOCAL)
     given["seconds"] *= OTHERS_SHARE
     for codec, more in STOCK.items():
         yield Trial(f"hivemind, {codec}", "stock", lines("20_10"), stock={"codec": codec, **more}, **given)
@@ -107,10 +112,12 @@ def measure(trial: Trial, found: list[Outcome], keep: Path | None) -> Outcome:
 
 
 def speedup(ours: Outcome, theirs: Outcome) -> float | None:
-    """Times faster to the loss that they had at their end; in wall time since the start."""
+    """Times faster to the loss that they had at their end, in wall time since the start; 0: ours never came to it."""
     level = ledger.last_loss(theirs.curve, LOSS_WINDOW)
     took, takes = (ledger.time_to_loss(one.curve, level, LOSS_WINDOW) for one in (ours, theirs))
-    return takes / took if took and takes else None
+    if not takes:
+        return None
+    return takes / took if took else 0.0
 
 
 def figures(found: list[Outcome]) -> dict:
@@ -123,17 +130,20 @@ def figures(found: list[Outcome]) -> dict:
         told[f"goodput_{line}"] = outcome.goodput
         told[f"complete_groups_{line}"] = outcome.total.complete / max(1, outcome.total.steps)
         told[f"kilobytes_per_sample_{line}"] = outcome.bytes_per_sample() / 1e3
-    ours = {end: one for one in those("kit") for end in ("20_10", SMALL) if one.trial.name.endswith(f", {end}")}
+    ours = {end: one for one in those("kit") for end in AT_20_10 if one.trial.name.endswith(f", {end}")}
     for name, system in (("hivemind", "stock"), ("ddp", "ddp")):
         if not those(system):
             continue
         best = max(those(system), key=lambda outcome: outcome.goodput)
         told[f"goodput_{name}"], told[f"best_of_{name}"] = best.goodput, best.trial.name
         most = max(1e-9, max(each.samples_per_second for each in those(system)))
+        speedups = {}
         for line, own in ours.items():
             quickest = [speedup(own, each) for each in those(system)]
-            told[f"speedup_vs_{name}_{line}"] = min((s for s in quickest if s), default=None)
+            speedups[line] = min((s for s in quickest if s is not None), default=0.0)
+            told[f"speedup_vs_{name}_{line}_alone"] = speedups[line]
             told[f"samples_x_{name}_{line}"] = own.samples_per_second / most
+        told[f"speedup_vs_{name}_20_10"] = max(speedups.values(), default=None)  # of each its best
     told["contention"] = max(o.total.contention / max(1e-9, o.total.wall) for o in found)
     told["pressure"] = max(o.pressure for o in found)
     return told
@@ -141,7 +151,7 @@ def figures(found: list[Outcome]) -> dict:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=90, help="of each trial, measured")
+    parser.add_argument("--seconds", type=float, default=60, help="of each trial, measured")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--model", choices=MODELS, help=f"of all trials; {MODEL}, and by line {MODEL_OF}")
     parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")
