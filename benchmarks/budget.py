@@ -45,6 +45,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 SEEDS = (0, 1, 2)
 SECONDS, PEERS = 30.0, 4  # of a trial on the wire
+AT_ONCE = 2  # trials; devices are emulated, and four a trial leave two cores idle for most of the time
 DDP_SHARE = 1 / 2  # of its seconds, where each step sends the same
 LEAST_EPOCHS = 2  # that it measures at least
 HEADERS = 1.08  # bytes on the wire for each of a part: simulate.py's fit
@@ -76,15 +77,18 @@ def wire(options: argparse.Namespace) -> dict[str, float]:
     print(HEAD, flush=True)
     bytes_each, at_size, outcomes = {}, {}, {}
     times = 1 / line_scale(make_run(MODEL, BATCH, 1.0), 1.0)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for arm, outcome in zip(ARMS, pool.map(lambda arm: measure(arm, options), ARMS), strict=True):
+            outcomes[arm.key] = outcome
+            print(outcome.row(), flush=True)
+            for failure, count in outcome.failures.items():
+                print(f"{'':>8}{count} x {failure[:100]}", flush=True)
     for arm in ARMS:
-        outcomes[arm.key] = outcome = measure(arm, options)
-        print(outcome.row(), flush=True)
-        for failure, count in outcome.failures.items():
-            print(f"{'':>8}{count} x {failure[:100]}", flush=True)
-        if not outcome.total.samples:
+        if not outcomes[arm.key].total.samples:
             raise SystemExit(f"{arm.words}: no sample entered a step.")
         more = 1.0 if arm.is_shared else UNSHARED
-        bytes_each[arm.key], at_size[arm.key] = more * outcome.bytes_per_sample(), more * bytes_at_size(outcome, times)
+        bytes_each[arm.key] = more * outcomes[arm.key].bytes_per_sample()
+        at_size[arm.key] = more * bytes_at_size(outcomes[arm.key], times)
     print(f"\n{'':<44}{'claimed':>10}{'by count':>10}{'1.5 M':>10}{'125.9 M':>10}{'bytes/sample':>15}")
     told: dict[str, float] = {}
     for arm in ARMS:
