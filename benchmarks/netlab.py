@@ -37,8 +37,11 @@ BURST = 64.0  # kB that the shaper lets through at once: 50 ms of 10 Mbit/s
 QUEUE = "200ms"  # the longest that a packet waits in it, as in a home router; then it is dropped
 REMOVE = """
 cat
-for name in $0 $@; do ip netns pids $name | xargs -r kill -9; ip netns delete $name; done
-"""  # end of input: who made them has come to its end
+for name in $0 $@; do
+  for pid in $(ip netns pids $name); do grep -q torch_shm /proc/$pid/comm || kill -9 $pid; done
+  ip netns delete $name
+done
+"""  # end of input: who made them has come to its end. torch_shm_manager removes what the dead left in memory, and ends
 # A classic BPF program on what arrives: IPv4's UDP, and TCP's SYN without ACK, are dropped (2), all else goes on (-1).
 # It keeps no state, and neither nftables nor a drop action of tc need be there.
 NOTHING_NEW = (
