@@ -152,3 +152,12 @@ def test_who_got_hardly_any_answers_takes_the_step_of_those_who_got_most(
     has_round += [b"theirs"]
     assert optimizer._try_again() and optimizer.local_epoch == epoch + 1
     assert optimizer.grad_averager.local_samples_accumulated == 0, "some of what was sent may be in it"
+
+
+def test_samples_of_a_round_that_is_under_way_are_no_steps_yet(optimizer):
+    """A step is reported when the next epoch's round has begun, if that took as long as an epoch."""
+    optimizer.grad_averager.local_samples_accumulated, epoch = 3, optimizer.local_epoch
+    optimizer._report = {"epoch": epoch, "samples": 5}
+    assert optimizer.samples_after(epoch) == 3
+    optimizer._report = {"epoch": epoch + 1, "samples": 5}
+    assert (optimizer.samples_after(epoch), optimizer.samples_after(epoch + 1)) == (8, 3)

@@ -35,7 +35,7 @@ class TellSteps(Callback):
             epoch=report.epoch,
             samples=report.counted,
             of=report.samples,
-            pending=trainer.optimizer.grad_averager.local_samples_accumulated,
+            pending=trainer.optimizer.samples_after(report.epoch),
             uncertain=report.uncertain,
             kept_until=report.kept_until,
             group_size=report.group_size,

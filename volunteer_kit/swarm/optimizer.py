@@ -173,6 +173,11 @@ class SwarmOptimizer(MeetingOptimizer):
             self._settle_absence(report, Round(), was_alone=True)
             self._finish_report(report, Round(), None, failures.OTHER)
 
+    def samples_after(self, epoch: int) -> int:
+        """Ours that no step up to `epoch` took: those at hand, and those of a round that is under way."""
+        later = self._report["samples"] if self._report.get("epoch", 0) > epoch else 0
+        return later + self.grad_averager.local_samples_accumulated
+
     def believe_speeds(self, speeds: Speeds) -> None:
         """From now on nobody's weight and progress are believed beyond what its device can have done."""
         self.speeds = speeds
