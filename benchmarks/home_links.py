@@ -1,7 +1,7 @@
 """How much of their time do devices compute for the swarm, behind home lines? The kit at three kinds of lines, and at
 20/10 Mbit/s beside plain hivemind and DDP; there with smaller batches and with local steps as well.
 
-    python benchmarks/home_links.py                                    within 25 minutes
+    python benchmarks/home_links.py                                    some 35 minutes
     python benchmarks/home_links.py --only kit --seconds 40            the kit's rows alone
     python benchmarks/home_links.py --swarm grad_compression=sparse
     python benchmarks/home_links.py --full                             longer; stored under benchmarks/results/
@@ -136,13 +136,13 @@ def figures(found: list[Outcome]) -> dict:
             continue
         best = max(those(system), key=lambda outcome: outcome.goodput)
         told[f"goodput_{name}"], told[f"best_of_{name}"] = best.goodput, best.trial.name
-        most = max(1e-9, max(each.samples_per_second for each in those(system)))
+        most = max(each.samples_per_second for each in those(system))
         speedups = {}
         for line, own in ours.items():
             quickest = [speedup(own, each) for each in those(system)]
             speedups[line] = min((s for s in quickest if s is not None), default=0.0)
             told[f"speedup_vs_{name}_{line}_alone"] = speedups[line]
-            told[f"samples_x_{name}_{line}"] = own.samples_per_second / most
+            told[f"samples_x_{name}_{line}"] = own.samples_per_second / most if most else None  # no step within its time
         told[f"speedup_vs_{name}_20_10"] = max(speedups.values(), default=None)  # of each its best
     told["contention"] = max(o.total.contention / max(1e-9, o.total.wall) for o in found)
     told["pressure"] = max(o.pressure for o in found)
