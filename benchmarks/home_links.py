@@ -142,7 +142,7 @@ def figures(found: list[Outcome]) -> dict:
             quickest = [speedup(own, each) for each in those(system)]
             speedups[line] = min((s for s in quickest if s is not None), default=0.0)
             told[f"speedup_vs_{name}_{line}_alone"] = speedups[line]
-            told[f"samples_x_{name}_{line}"] = own.samples_per_second / most if most else None  # no step within its time
+            told[f"samples_x_{name}_{line}"] = own.samples_per_second / most if most else None
         told[f"speedup_vs_{name}_20_10"] = max(speedups.values(), default=None)  # of each its best
     told["contention"] = max(o.total.contention / max(1e-9, o.total.wall) for o in found)
     told["pressure"] = max(o.pressure for o in found)
