@@ -15,6 +15,7 @@ process ends.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from benchmarks.netlab_parts.relay import Wire
 
 __all__ = ["Line", "Netlab", "NoNetlab", "Traffic", "enter"]
 
+_LABS = itertools.count()  # of this process
 RELAY = Path(__file__).with_name("netlab_parts") / "relay.py"
 BURST = 64.0  # kB that the shaper lets through at once: 50 ms of 10 Mbit/s
 QUEUE = "200ms"  # the longest that a packet waits in it, as in a home router; then it is dropped
@@ -93,7 +95,7 @@ class Netlab:
 
     def __init__(self, lines: Sequence[Line]):
         self.lines, self.relayed = lines, False
-        self.tag = f"vk{os.getpid()}"
+        self.tag = f"vk{os.getpid()}.{next(_LABS)}"
         self.machines = [f"{self.tag}-{number}" for number in range(1, len(lines) + 1)]
         self.switch = f"{self.tag}-0"
         self._remover: subprocess.Popen | None = None
