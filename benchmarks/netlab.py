@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.netlab_parts.kernel import NoNetlab, enter, ip, run, works
@@ -37,19 +39,28 @@ _LABS = itertools.count()  # of this process
 RELAY = Path(__file__).with_name("netlab_parts") / "relay.py"
 BURST = 64.0  # kB that the shaper lets through at once: 50 ms of 10 Mbit/s
 QUEUE = "200ms"  # the longest that a packet waits in it, as in a home router; then it is dropped
-REMOVE = """
+# Removes from /dev/shm what killed processes leave there, and then ends. Killed with them it left 13 GB in a day.
+JANITOR = "torch_shm_manager"
+REMOVE = f"""
 cat
 for name in $0 $@; do
-  for pid in $(ip netns pids $name); do grep -q torch_shm /proc/$pid/comm || kill -9 $pid; done
+  for pid in $(ip netns pids $name); do grep -q {JANITOR[:15]} /proc/$pid/comm || kill -9 $pid; done
   ip netns delete $name
 done
-"""  # end of input: who made them has come to its end. torch_shm_manager removes what the dead left in memory, and ends
+"""  # end of input: who made them has come to its end
 # A classic BPF program on what arrives: IPv4's UDP, and TCP's SYN without ACK, are dropped (2), all else goes on (-1).
 # It keeps no state, and neither nftables nor a drop action of tc need be there.
 NOTHING_NEW = (
     "11,40 0 0 12,21 0 8 2048,48 0 0 23,21 5 0 17,21 0 5 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 1 2,6 0 0 2,"
     "6 0 0 4294967295"
 )
+
+
+def is_janitor(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).name() == JANITOR
+    except psutil.NoSuchProcess:
+        return False
 
 
 @dataclass(frozen=True)
@@ -187,8 +198,8 @@ class Netlab:
         return ["ip", "netns", "exec", self.machines[number - 1]]
 
     def processes(self, number: int) -> list[int]:
-        """Ids of all that live on this machine, whatever session or group they have gone into."""
-        return [int(pid) for pid in ip("netns", "pids", self.machines[number - 1]).split()]
+        """Ids of all that live on this machine, whatever session or group they have gone into, but for the janitor."""
+        return [int(pid) for pid in ip("netns", "pids", self.machines[number - 1]).split() if not is_janitor(int(pid))]
 
     def traffic(self, number: int) -> Traffic:
         """Since it was made."""

@@ -24,6 +24,13 @@ with Netlab([Line(rtt=10), Line()]) as lab:
     print(lab.tag, lab._relay.pid if lab._relay else 0, flush=True)
     time.sleep(60)
 """
+SHARES = """
+import os, time, torch
+torch.multiprocessing.set_sharing_strategy("file_system")  # hivemind's
+shared = torch.zeros(1000).share_memory_()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
 
 
 def lab_of(*lines: Line):
@@ -97,3 +104,29 @@ def test_without_iproute2_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NoNetlab, match="apt-get install iproute2"), Netlab([Line()]):
         pass
+
+
+def shared_by(pid: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"torch_{pid}_*"))
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["its processes are killed", "the lab ends"])
+def test_the_dead_leave_no_shared_memory(by_hand):
+    with lab_of(Line()) as lab:
+        process = subprocess.Popen([*lab.inside(1), sys.executable, "-c", SHARES], stdout=subprocess.PIPE, text=True)
+        pid = int(process.stdout.readline())
+        assert shared_by(pid) and lab.processes(1) == [pid], "without the one that cleans up"
+        if by_hand:
+            os.kill(pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    process.stdout.close()
+    deadline = time.monotonic() + 20
+    while shared_by(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_two_labs_of_one_process_are_apart():
+    with lab_of(Line()) as one, lab_of(Line(), Line()) as other:
+        assert not {*one.machines, one.switch} & {*other.machines, other.switch}
+        assert can_connect(other, 1, 2)

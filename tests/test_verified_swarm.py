@@ -106,10 +106,8 @@ def test_a_reducer_that_answers_one_member_otherwise_drives_nobody_apart(tmp_pat
         cheat.order("cheat")
         for peer in peers[:3]:
             peer.wait_for(
-                lambda e: (
-                    e["event"] == "verdicts"
-                    and any(x[:2] == ["suspended", own_id] and "what was sent" in x[3] for x in e["events"])
-                ),
+                lambda e: e["event"] == "verdicts"
+                and any(x[:2] == ["suspended", own_id] and "what was sent" in x[3] for x in e["events"]),
                 60,
             )
         met = max(event["epoch"] for peer in peers for event in of(peer, "epoch"))

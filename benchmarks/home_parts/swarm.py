@@ -21,7 +21,6 @@ from benchmarks.netlab import Line, Netlab
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180.0  # s until all workers are ready
-JANITOR = "torch_shm_manag"  # of 15 characters, as the kernel tells names
 
 
 class Worker:
@@ -61,28 +60,18 @@ class Worker:
             time.sleep(0.05)
         return found[0]
 
-    def _processes(self) -> list[int]:
-        """All on its machine: the averagers, and p2pd, which has left its process group. Not torch's janitor, which
-        removes from /dev/shm what the dead leave there, and then ends: without it a day of benches left 13 GB."""
-        return [pid for pid in self._lab.processes(self._machine) if name_of(pid) != JANITOR]
-
     def signal(self, number: int) -> None:
-        for process in self._processes():
+        """To all processes on its machine: the averagers, and p2pd, which has left its process group."""
+        for process in self._lab.processes(self._machine):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
     def kill(self) -> None:
-        while self._processes():
+        """Nothing lives on its machine afterwards."""
+        while self._lab.processes(self._machine):
             self.signal(signal.SIGKILL)
             time.sleep(0.02)
         self.process.wait(10)
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 class HomeSwarm:
