@@ -1,6 +1,6 @@
 """The budget of "Training Transformers Together", measured: how many bytes does a sample cost on the wire?
 
-    python benchmarks/budget.py                 both parts, some 25 minutes
+    python benchmarks/budget.py                 both parts, some 30 minutes
     python benchmarks/budget.py --only wire     bytes and times alone
     python benchmarks/budget.py --only loss     trainings alone
     python benchmarks/budget.py --full          more samples, and 8 peers; stored under benchmarks/results/
@@ -27,6 +27,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
@@ -35,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.budget_parts.arms import ARMS, BATCH, MODEL, SMALL_BATCH, UNSHARED, Arm
+from benchmarks.budget_parts.training import EMOJI
 from benchmarks.budget_parts.trainings import GAPS, TRAININGS, Training
 from benchmarks.home_parts.material import line_scale, make_run
 from benchmarks.home_parts.trial import HEAD, Outcome, Trial, perform
@@ -44,9 +46,9 @@ from benchmarks.netlab_parts.telling import end_with
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 SEEDS = (0, 1, 2)
-SECONDS, PEERS = 30.0, 4  # of a trial on the wire
-AT_ONCE = 2  # trials; devices are emulated, and four a trial leave two cores idle for most of the time
-DDP_SHARE = 1 / 2  # of its seconds, where each step sends the same
+SECONDS, PEERS = 45.0, 4  # of a trial on the wire
+AT_ONCE = 2  # trials whose bytes alone count; four emulated devices leave two cores idle for most of the time
+DDP_SHARE = 1 / 3  # of its seconds, where each step sends the same
 LEAST_EPOCHS = 2  # that it measures at least
 HEADERS = 1.08  # bytes on the wire for each of a part: simulate.py's fit
 FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 4  # and times as many samples in each training
@@ -66,6 +68,14 @@ def measure(arm: Arm, options: argparse.Namespace) -> Outcome:
     )  # fmt: skip
 
 
+def measure_all(options: argparse.Namespace) -> Iterator[tuple[Arm, Outcome]]:
+    timed, others = [arm for arm in ARMS if arm.is_timed], [arm for arm in ARMS if not arm.is_timed]
+    for arm in timed:
+        yield arm, measure(arm, options)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from zip(others, pool.map(lambda arm: measure(arm, options), others), strict=True)
+
+
 def bytes_at_size(outcome: Outcome, times: float) -> float:
     """For each sample, of a model with `times` as many parameters."""
     total = outcome.total
@@ -77,12 +87,11 @@ def wire(options: argparse.Namespace) -> dict[str, float]:
     print(HEAD, flush=True)
     bytes_each, at_size, outcomes = {}, {}, {}
     times = 1 / line_scale(make_run(MODEL, BATCH, 1.0), 1.0)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for arm, outcome in zip(ARMS, pool.map(lambda arm: measure(arm, options), ARMS), strict=True):
-            outcomes[arm.key] = outcome
-            print(outcome.row(), flush=True)
-            for failure, count in outcome.failures.items():
-                print(f"{'':>8}{count} x {failure[:100]}", flush=True)
+    for arm, outcome in measure_all(options):
+        outcomes[arm.key] = outcome
+        print(outcome.row(), flush=True)
+        for failure, count in outcome.failures.items():
+            print(f"{'':>8}{count} x {failure[:100]}", flush=True)
     for arm in ARMS:
         if not outcomes[arm.key].total.samples:
             raise SystemExit(f"{arm.words}: no sample entered a step.")
@@ -164,6 +173,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.full:
         options.peers, options.seconds, options.samples = FULL_PEERS, FULL_SECONDS, FULL_SAMPLES
+    if options.only != "wire" and "emoji" in options.data and not EMOJI.is_dir():
+        raise SystemExit(
+            f"There are no emoji shards in {EMOJI}.\n1. Name their folder: VOLUNTEER_KIT_EMOJI=FOLDER\n"
+            "2. Or train on scenes alone: python benchmarks/budget.py --data scenes"
+        )
     told: dict[str, float] = {"unshared_x": UNSHARED, "small_batch": SMALL_BATCH}
     if options.only != "loss":
         told |= wire(options)

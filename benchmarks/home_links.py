@@ -1,7 +1,7 @@
 """How much of their time do devices compute for the swarm, behind home lines? The kit at three kinds of lines, and at
 20/10 Mbit/s beside plain hivemind and DDP; there with smaller batches and with local steps as well.
 
-    python benchmarks/home_links.py                                    some 35 minutes
+    python benchmarks/home_links.py                                    some 40 minutes
     python benchmarks/home_links.py --only kit --seconds 40            the kit's rows alone
     python benchmarks/home_links.py --swarm grad_compression=sparse
     python benchmarks/home_links.py --full                             longer; stored under benchmarks/results/
@@ -25,7 +25,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.home_parts import ledger
-from benchmarks.home_parts.material import MODELS, line_scale
+from benchmarks.home_parts.material import MODELS, SPARSE, line_scale, stepping
 from benchmarks.home_parts.trial import HEAD, REFRESH, WORDS, Outcome, Trial, perform
 from benchmarks.netlab import Line
 from benchmarks.netlab_parts.telling import end_with
@@ -35,19 +35,19 @@ LINES = {"20_10": (20, 10), "5_1": (5, 1), "1000": (1000, 1000)}  # Mbit/s down,
 # and at 1 Mbit/s for the largest 64th
 CHOSEN: dict[str, dict] = {
     "20_10": {"grad_compression": "blockwise4"},
-    "5_1": {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"},
+    "5_1": SPARSE,
     "1000": {"grad_compression": "blockwise8"},
 }
 # with sparse gradients rounds at 20/10 are so short that a host can let the swarm step four times as often
 SMALL, SMALL_BATCH = "20_10_small", 1 / 4  # of the samples of an epoch
 # or let each peer step by itself meanwhile, and of what all have moved a fourth travel: budget.py's, that learnt best
 STEPPING = "20_10_local"
-LOCAL = {"grad_density": 0.25, "local_steps": {"batch_size": 64, "outer_lr": 1.0, "outer_momentum": 0.0}}
+LOCAL_BATCH = 64
 AT_20_10 = ("20_10", SMALL, STEPPING)
 # Matchmaking and DHT send as many bytes for a small model: behind lines narrowed for 4 M parameters from 1 Mbit/s they
 # were all that had room, so that line is measured as it is
 MODEL, MODEL_OF = "4m", {"5_1": "12.5m"}
-OTHERS_SHARE = 1 / 2  # of a trial's seconds, for one of another system
+OTHERS_SHARE = 3 / 4  # of a trial's seconds, for one of another system
 STOCK = {"float16": {}, "uniform8": {}, "powersgd": {"rank": 4}}
 PATIENCE, MATCHMAKING = 0.5, 3.0  # of plain hivemind's timeouts, times the run's
 RESULTS = Path(__file__).with_name("results")
@@ -74,7 +74,7 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
         yield Trial(words, "kit", lines(name), swarm=chosen, **{**given, "model": model})
     sparse = Trial(f"kit, sparse, {SMALL}", "kit", lines("20_10"), swarm=CHOSEN["5_1"] | swarm, **given)
     yield with_small_batches(sparse)
-    yield replace(sparse, name=f"kit, local steps, {STEPPING}", swarm=sparse.swarm | LOCAL)
+    yield replace(sparse, name=f"kit, local steps, {STEPPING}", swarm=stepping(LOCAL_BATCH) | swarm)
     given["seconds"] *= OTHERS_SHARE
     for codec, more in STOCK.items():
         yield Trial(f"hivemind, {codec}", "stock", lines("20_10"), stock={"codec": codec, **more}, **given)

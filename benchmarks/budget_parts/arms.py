@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.home_parts.material import SPARSE, stepping
+
 UNSHARED = 1_116 / 125.9  # parameters of the original's model without sharing, over those with it
 SMALL_BATCH, BATCH = 512, 4096  # samples of a step
 BATCHES = 4  # times as many samples still between two rounds
@@ -12,8 +14,6 @@ MODEL = "1.5m"  # of home_parts/material.py
 EPOCH = 141.0 / 15  # s for BATCH samples, the original's, dilated as home_parts/material.py is
 FAST, HOME = (1000.0, 1000.0), (20.0, 10.0)  # Mbit/s down, up
 
-LOCAL = {"grad_density": 0.25, "local_steps": {"batch_size": SMALL_BATCH, "outer_lr": 1.0, "outer_momentum": 0.0}}
-SPARSE = {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"}
 ORIGINAL = {"codec": "uniform8", "average_state_every": 1}
 WAITING = {"delay_optimizer_step": False, "delay_grad_averaging": False, "delay_state_averaging": False}
 
@@ -36,6 +36,11 @@ class Arm:
     by_count: str = ""
 
     @property
+    def is_timed(self) -> bool:
+        """Its samples a second are compared as well, not its bytes alone."""
+        return self.system == "stock"
+
+    @property
     def epoch(self) -> float:
         """s"""
         return EPOCH * self.batch / BATCH
@@ -56,6 +61,7 @@ ARMS = (
     ),
     Arm("sparse", "sparse gradients, shared, 4096", "kit", is_shared=True, swarm=SPARSE),
     Arm(
-        "best", "and local steps, rounds every 16384", "kit", BATCHES * BATCH, is_shared=True, swarm=SPARSE | LOCAL,
+        "best", "and local steps, rounds every 16384", "kit", BATCHES * BATCH, is_shared=True,
+        swarm=stepping(SMALL_BATCH),
     ),
 )  # fmt: skip

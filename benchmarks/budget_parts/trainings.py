@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.home_parts.material import SPARSE, stepping
+
 PEERS = 4
 SMALL, LARGE, LARGER = 2, 16, 64  # samples of an epoch; as far apart as the wire's 512, 4096 and 16384
 SAMPLES = {"scenes": 16_384, "emoji": 5_120}  # of the 880 emoji six times each
 MODEL = {"dim": 32, "depth": 2, "heads": 2}  # as small as it can be: thousands of rounds are to be made in a minute
-SPARSE = {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"}
 DENSE = {"grad_compression": "none", "small_compression": "none", "aggregation": "mean"}
-# Of few rounds each has to bring more: a fourth of the values. What comes late is a momentum of its own: with the outer
-# optimizer's usual one (0.7, 0.9) the loss ended a third higher.
-LOCAL = {"grad_density": 0.25, "local_steps": {"batch_size": SMALL, "outer_lr": 1.0, "outer_momentum": 0.0}}
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ TRAININGS = (
     Training("baseline", "fp32, small batch", SMALL, {"scenes": 6e-3, "emoji": 1e-2}, swarm=DENSE, peers=1),
     Training("large_batch", "fp32, large batch", LARGE, {"scenes": 1.6e-2, "emoji": 1.6e-2}, swarm=DENSE, peers=1),
     Training("codec", "sparse, large batch", LARGE, {"scenes": 3e-2, "emoji": 4e-2}, (0.5, 0.99), SPARSE),
-    Training("best", "sparse, local steps", LARGER, {"scenes": 1.2e-2, "emoji": 2e-2}, (0.8, 0.99), SPARSE | LOCAL),
+    Training("best", "sparse, local steps", LARGER, {"scenes": 1.2e-2, "emoji": 2e-2}, (0.8, 0.99), stepping(SMALL)),
 )
 GAPS = {
     "codec_loss_gap": ("codec", "large_batch"),

@@ -17,14 +17,13 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.home_parts import ledger
-from benchmarks.home_parts.material import ORIGINAL, line_scale, make_run
+from benchmarks.home_parts.material import ORIGINAL, SPARSE, line_scale, make_run
 from benchmarks.home_parts.trial import WARM_UP, Outcome, Trial, perform
 from benchmarks.netlab import Line
 
 MODEL, TARGET = "1.5m", 1024  # of home_parts/material.py; samples of an epoch
 WAITS = {"allreduce_timeout": 40.0, "averaging_timeout": 60.0, "progress_expiration": 15.0}  # s
 REAL_EVERY = 32  # microbatches with one real backward pass: the two cores are the network's here
-SPARSE = {"grad_compression": "sparse", "small_compression": "sparse", "aggregation": "mean"}
 
 
 @dataclass(frozen=True)
