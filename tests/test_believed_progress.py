@@ -184,6 +184,17 @@ def test_whose_claims_were_worth_little_counts_for_little(tracker, people):
     assert 50 <= read(tracker, *claims).samples_accumulated < 90
 
 
+def test_who_has_more_than_can_be_believed_ends_its_epoch_all_the_same(tracker, people, monkeypatch):
+    """It waited for a round of others; its own record would be dropped, and it would wait for ever."""
+    ours = Somebody()
+    monkeypatch.setattr(tracker.dht, "_peer_id", ours.peer_id, raising=False)
+    tracker.report_local_progress(local_epoch=3, samples_accumulated=5 * 256)
+    attends = people[0], people[0].claims(samples_accumulated=0)
+    tracker.global_progress = read(tracker, attends, (ours, tracker._said().dict()))
+    assert tracker.claims_dropped == 0 and tracker.global_progress.num_peers == 2
+    assert tracker.global_progress.samples_accumulated == 4 * 256 and tracker.ready_to_update_epoch
+
+
 def test_who_goes_back_forgets_what_was_known_of_the_epoch_it_gave_up(tracker, people, monkeypatch):
     """It would end the new one at once, with a microbatch, and step alone again."""
     ours = Somebody()

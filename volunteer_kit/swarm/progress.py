@@ -33,6 +33,7 @@ LATE = 5.0  # s without a word; clocks may differ by 3
 # of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
 # speed in between; a look fetches a kilobyte of each peer from several
 SAID_SHARE, LOOKED_SHARE, LONGEST_PERIOD = 1 / 20, 1 / 30, 2.0
+MOST_SAID = 4  # target batches that one peer can say it has
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def is_plausible(claim: LocalTrainingProgress, limits: Limits, now: float, lifet
         and now - 2 * lifetime <= claim.time <= now + 5.0  # s; hivemind lets clocks differ by 3
         and math.isfinite(claim.samples_per_second)
         and claim.samples_per_second <= limits.max_samples_per_second
-        and claim.samples_accumulated <= 4 * limits.target_batch_size
+        and claim.samples_accumulated <= MOST_SAID * limits.target_batch_size
         and claim.epoch < MAX_EPOCH
     )
 
@@ -185,7 +186,7 @@ class SwarmProgressTracker(ProgressTracker):
         while not self.shutdown_triggered.is_set():
             patience = max(0.0, last_report - get_dht_time() + self.metadata_expiration / 2)
             await loop.run_in_executor(None, self.should_report_progress.wait, patience)
-            claim, last_report = self.local_progress, get_dht_time()
+            claim, last_report = self._said(), get_dht_time()
             if self.should_report_progress.is_set():
                 self.should_report_progress.clear()
             else:  # a microbatch of minutes: told with the old time it would be taken for a lie
@@ -194,6 +195,13 @@ class SwarmProgressTracker(ProgressTracker):
             if self._attends or self._trained >= self.global_epoch - 1:
                 key, expiration = self.training_progress_key, last_report + self.metadata_expiration
                 self.dht.store(key, claim.dict(), expiration, subkey=self._local_public_key, return_future=True)
+
+    def _said(self) -> LocalTrainingProgress:
+        """Our progress as it is told. Who waited for others' round, or for a state, may have more than can be believed:
+        its records would be dropped, by itself as well, and its epoch would never end."""
+        ours = self.local_progress
+        most = MOST_SAID * self.limits.target_batch_size
+        return ours.copy(update={"samples_accumulated": min(ours.samples_accumulated, most)})
 
     def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
         if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
