@@ -68,8 +68,9 @@ def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
 
 
 def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
-    """Of one worker, from its first step after `begin` to the last but one before `end` (time.monotonic()) whose
-    fate is known, or to `end` if it is stuck. Each step says how many samples were `pending`, for the next one."""
+    """Of one worker, from its first step after `begin` to the last before `end` (time.monotonic()) whose fate is known
+    and that another one followed, or to `end` if it is stuck. Each step says how many samples were `pending`, for the
+    next one."""
     steps = [(step, samples) for step, samples in fates(events) if begin <= step["at"] <= end]
     if not steps:
         return Account()
@@ -79,10 +80,12 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         last = {**last, "between": last["between"] + end - last["at"], "at": end}
     elif len(steps) < 2:
         return Account()
+    elif (after := next_taken(events, last)) is not None:
+        under_way = min(last["pending"], after)
     elif len(steps) > 2:
-        *steps, (_, taken) = steps
+        *steps, (_, after) = steps
         last = steps[-1][0]
-        under_way = min(last["pending"], taken)
+        under_way = min(last["pending"], after)
     else:  # as much at the end as at the beginning, for nothing is known of it
         under_way = min(first["pending"], steps[1][1])
     postponed = sum(e["event"] == "postponed" and first["at"] < e["at"] <= last["at"] for e in events)
@@ -104,6 +107,14 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         samples=applied,
         parts_sent=sum(step.get("bytes_sent", 0) for step, _ in steps[1:]),
     )
+
+
+def next_taken(events: Sequence[dict], last: dict) -> int | None:
+    """Samples of the next step after `last`: those that counted, or all while nothing is known of its fate; None: it
+    was the last one."""
+    known = {step["at"]: samples for step, samples in fates(events)}
+    later = (e for e in events if e["event"] == "step" and e["at"] > last["at"])
+    return next((known.get(e["at"], e["samples"]) for e in later), None)
 
 
 def usual_interval(events: Sequence[dict], otherwise: float) -> float:
