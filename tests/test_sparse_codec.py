@@ -13,7 +13,7 @@ from hivemind.proto import runtime_pb2
 from hypothesis import given, settings
 
 from volunteer_kit.swarm.codec import decode, make_codec
-from volunteer_kit.swarm.sparse_codec import SPARSE, SparseCodec, bits_per_value
+from volunteer_kit.swarm.sparse_codec import DENSITY, SPARSE, SparseCodec, bits_per_value
 
 HEAD = struct.Struct("<IIBff")
 
@@ -54,7 +54,7 @@ def test_the_largest_values_arrive_where_they_were(numel, density, zeros, clumpe
         assert (tensor - arrived).norm() < tensor.norm()  # what is left for the next round is always less
 
 
-@pytest.mark.parametrize("density", [1 / 16, 1 / 64, 1 / 100, 1 / 256])
+@pytest.mark.parametrize("density", [1 / 16, DENSITY, 1 / 100, 1 / 256])
 def test_its_size_is_what_information_theory_allows(density):
     tensor = torch.randn(2**19, generator=torch.Generator().manual_seed(0))
     bits = 8 * len(message_of(tensor, density).SerializeToString()) / tensor.numel()
@@ -174,4 +174,4 @@ def test_the_density_of_a_run_file():
     codec = make_codec("float16", "sparse", 10, density=1 / 8)
     tensor = torch.randn(800)
     assert int((decode(codec.compress(tensor, CompressionInfo.from_tensor(tensor))) != 0).sum()) == 100
-    assert make_codec("sparse", "sparse", 10).density == 1 / 64
+    assert make_codec("sparse", "sparse", 10).density == DENSITY

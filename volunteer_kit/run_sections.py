@@ -64,7 +64,7 @@ class SwarmConfig(BaseModel):
     # Share of a tensor's values that `sparse` sends, the largest; what is left over is added to the next round's. Lower
     # it for slower lines: it takes 1 / density rounds until all of a gradient has come. That is a momentum of its own:
     # with the first of the optimizer's betas at 0.5, and twice the lr, the loss was that of dense gradients.
-    grad_density: float = Field(1 / 64, gt=0, le=1)
+    grad_density: float = Field(1 / 80, gt=0, le=1)
     # Rank of the matrices that `powersgd` sends; 1 to 4 are common, more is nearer to the gradients and more to send.
     grad_rank: int = Field(4, ge=1, le=1024)
     # None: each epoch is one step, with the gradients of all.

@@ -1,6 +1,6 @@
 """Rounds that we missed, made up for: their averages are fetched from members, and our own optimizer takes their steps.
 
-Who misses a round, or was away for some, lacks a few averages, which are as large as the codec makes them: 2.4 MB each
+Who misses a round, or was away for some, lacks a few averages, which are as large as the codec makes them: 2 MB each
 where the state has 500 MB and more. At 5/1 Mbit/s that is a minute in place of an hour, on the lines of those who give
 it as well. Steps from equal states by equal averages are equal, so what comes out is what all others hold.
 
