@@ -36,7 +36,7 @@ CODECS = {
     "blockwise8": Codec(1.004, 1.004),
     "uniform4": Codec(0.5002, 0.5002, 2.0, 1.5),
     "blockwise4": Codec(0.5157, 0.5157, 1.1, 1.1),
-    "sparse": Codec(0.0187, 0.0187, 4.9, 1.0),
+    "sparse": Codec(0.0154, 0.0154, 4.9, 1.0),
 }
 
 
