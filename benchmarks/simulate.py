@@ -7,8 +7,9 @@
 The model. Of n members, with lines U_i up and D_i down, devices of s_i samples/s, and vectors of V values in P parts:
 
     epoch    = target_batch_size / sum of s_i
-    round    = meeting + exchange + work                  from an epoch's end to the last answer
+    round    = meeting + max(exchange, late) + work       from an epoch's end to the last answer
     meeting  = meeting + meeting_more log2(n / 2)
+    late     = until the last member has seen that the epoch is over; the others' parts travel meanwhile
     exchange = the longer of
                  the busiest line: max over i of (own parts sent + answers given) / U_i', (parts + answers got) / D_i'
                  one after other:  the slowest sending of parts, then the answers to each slice's last part
@@ -23,12 +24,13 @@ The model. Of n members, with lines U_i up and D_i down, devices of s_i samples/
     goodput  = epoch / wall, less what members lose that leave
     bytes    = those of the exchange, and of that talk
 
-Six constants (header, record, meeting, meeting_more, value_seconds, pause) are fitted by least squares on some of the
-netlab's scenarios, and checked on others: `prediction_error` is the mean of |model / measured - 1| of round_s and
-goodput over those, `prediction_error_whole` likewise, without what rounds that failed have cost. What it has not seen:
-delays and losses of lines, groups of more than 5, rounds that fail (where `failed` is not 0 the model is too kind), and
-how long thousands take to meet. The kit refuses groups of more than 1,024; curves go on as if it did not. "Even slices"
-are what hivemind's load balancing asks for; between whole parts it cannot give more members a slice than it has parts.
+Seven constants (header, record, meeting, meeting_more, late, value_seconds, pause) are fitted by least squares on some
+of the netlab's scenarios, and checked on others: `prediction_error` is the mean of |model / measured - 1| of round_s
+and goodput over those, `prediction_error_whole` likewise, without what rounds that failed have cost. What it has not
+seen: delays and losses of lines, groups of more than 5, rounds that fail (where `failed` is not 0 the model is too
+kind), and how long thousands take to meet. The kit refuses groups of more than 1,024; curves go on as if it did not.
+"Even slices" are what hivemind's load balancing asks for; between whole parts it cannot give more members a slice
+than it has parts.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from benchmarks.simulate_parts.measured import SCENARIOS, Scenario, complete_onl
 from benchmarks.simulate_parts.model import CODECS, Codec, Constants, Swarm, cut, predict
 
 # nothing but the parts themselves costs anything
-PURE = Constants(header=1.0, record=0.0, meeting=0.0, meeting_more=0.0, value_seconds=0.0, pause=0.0)
+PURE = Constants(header=1.0, record=0.0, meeting=0.0, meeting_more=0.0, late=0.0, value_seconds=0.0, pause=0.0)
 BYTE = Codec(1.0, 1.0)
 MANY = cut(12_500_000, 1250)  # 12.5 MB with BYTE: 10 s on 10 Mbit/s
 
@@ -126,6 +126,13 @@ def test_wider_lines_are_never_slower(n, fields):
 # --- time ---
 
 
+def test_while_one_is_late_the_parts_of_the_others_travel():
+    late, lines = replace(PURE, late=2.0), [(10, 10)] * 2
+    dense, sparse = (swarm(lines, codec=CODECS[name]) for name in ("blockwise8", "sparse"))
+    assert predict(dense, late).round == predict(dense, PURE).round > 2.0
+    assert predict(sparse, PURE).round < predict(sparse, late).round == 2.0
+
+
 def test_delayed_averaging_waits_for_the_rest_of_a_round():
     slow, quick = swarm([(10, 10)] * 2, target_batch_size=12.0), swarm([(10, 10)] * 2, target_batch_size=100.0)
     assert predict(slow, PURE).wall == pytest.approx(10, rel=1e-3)  # an epoch of 6 s, a round of 10
@@ -173,7 +180,7 @@ def test_figures_are_flat_and_finite():
 
 def test_what_made_the_measurements_is_found_again(monkeypatch):
     """And the scenarios that are left for checking are then predicted without error."""
-    made = Constants(header=1.2, record=4000.0, meeting=1.5, meeting_more=0.4, value_seconds=4e-8, pause=0.3)
+    made = Constants(header=1.2, record=4000.0, meeting=0.6, meeting_more=0.2, late=1.6, value_seconds=4e-8, pause=0.3)
     shapes = (cut(1_400_000, 20_000), cut(1_400_000, 20_000) * 1.2)
     monkeypatch.setattr(fitting, "parts_of", lambda scenario: shapes)
     measured = {}

@@ -47,14 +47,16 @@ class Constants:
     :param header: bytes on a line for each byte of parts: Ethernet, IP, TCP, encryption, acknowledgements
     :param record: bytes of one member's progress, as one node of the DHT tells it to another
     :param meeting: s from an epoch's end until a group of two has met; `meeting_more`: s for each doubling of it
+    :param late: s from the first member that sees the epoch's end to the last one; the others exchange meanwhile
     :param value_seconds: s of a core for each value that is encoded, reduced or decoded, by blockwise8
     :param pause: s that a device computes nothing in each epoch, whatever the network does: the step itself
     """
 
     header: float = 1.08
     record: float = 2000.0
-    meeting: float = 0.8
-    meeting_more: float = 0.2
+    meeting: float = 0.3
+    meeting_more: float = 0.1
+    late: float = 0.8
     value_seconds: float = 5e-9
     pause: float = 0.1
 
@@ -156,7 +158,7 @@ def predict(swarm: Swarm, constants: Constants) -> Prediction:
         else constants.value_seconds * float(handled.max() if swarm.cores is None else handled.sum() / swarm.cores)
     )
     meeting = 0.0 if alone else constants.meeting + constants.meeting_more * np.log2(n / 2)
-    seconds = meeting + exchange + work
+    seconds = meeting + max(exchange, 0.0 if alone else constants.late) + work
     wall = swarm.epoch + constants.pause + max(0.0, seconds - (swarm.epoch if swarm.delayed else 0.0))
     kept = max(0.0, 1 - swarm.leaves_per_hour / 3600 * (swarm.epochs_lost * wall))
     total = float((sends + answers).sum()) + MBIT * float(
