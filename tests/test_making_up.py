@@ -6,9 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hivemind.utils import MPFuture
 
 from tests.lone_optimizer import LATER, NAMES, A, B, after_a_step, meet, nobody_comes, others_answer, train
 from volunteer_kit.swarm.agreement import read_told
+from volunteer_kit.swarm.arrival import Arrival
 from volunteer_kit.swarm.state import digest
 
 
@@ -129,6 +131,29 @@ def test_who_goes_back_to_where_all_met_downloads_nothing(optimizer, monkeypatch
         optimizer._times_back = gone_back - 1
         is_there = optimizer._make_up_for_rounds(at_least=others_at)
         assert optimizer.local_epoch == epoch and is_there is (gone_back < 3 and others_at == epoch + 1)
+
+
+def test_who_saw_nobody_for_a_while_goes_back_for_those_that_tell_it(optimizer, monkeypatch, has_round):
+    """Its line was cut, and the others' records are over; those whose state it would download are here all the same."""
+    epoch = optimizer.local_epoch
+    meet(optimizer, monkeypatch, holders=3)
+    monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", 1)
+    assert not optimizer._make_up_for_rounds(at_least=epoch + 1) and optimizer.local_epoch == epoch + 1
+    assert optimizer._make_up_for_rounds(at_least=epoch + 1, donors=(A,)) and optimizer.local_epoch == epoch
+
+
+def test_a_state_that_breaks_off_leaves_the_way_back(optimizer, monkeypatch, has_round):
+    """One worker downloaded five in a row, each left behind or broken off; the rounds since were a hundredth of one."""
+    averager, epoch, held = optimizer.state_averager, optimizer.local_epoch, digest(optimizer.training_state())
+    meet(optimizer, monkeypatch, holders=3)
+    metadata, tensors = averager.state_now()
+    arrival = Arrival(A.to_bytes(), metadata, MPFuture())
+    averager._begin_with({**metadata, "epoch": epoch + 5}, tensors[: averager.num_parameters], arrival)
+    assert optimizer.local_epoch == epoch + 5 and not optimizer.complete
+    arrival.statistics.set_result(None)
+    assert arrival.settled.wait(10) and averager.why_incomplete
+    assert optimizer._make_up_for_rounds(at_least=epoch + 1, donors=(A,))
+    assert optimizer.complete and optimizer.local_epoch == epoch and digest(optimizer.training_state()) == held
 
 
 def test_steps_that_are_taken_back_have_not_counted(optimizer, monkeypatch, has_round):

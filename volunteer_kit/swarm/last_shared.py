@@ -49,7 +49,7 @@ class LastShared:
     def go_back_to_last_shared(self) -> bool:
         """Hold that state again. Between two steps. :returns: whether it is another than ours"""
         before = self._last_shared
-        if before is None or before[0]["lineage"] == self.metadata()["lineage"]:
+        if before is None or (self.complete and before[0]["lineage"] == self.metadata()["lineage"]):
             return False
         logger.info(f"Going back from epoch {self.local_epoch} to {before[0]['epoch']}, which most others had as well")
         self.adopt_state(*before)

@@ -155,15 +155,17 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         return under(self.state_averager.obeyed, read_all(self.state_averager.declared()))
 
     def _make_up_for_rounds(self, at_least: int | None = None, donors: Sequence[PeerID] | None = None, **_) -> bool:
-        """Take the steps that the others have taken since, from the averages of their rounds.
+        """Take the steps that the others have taken since, from the averages of their rounds: from what we hold, or
+        from the last state that most others held as well. Where statistics did not arrive the latter alone can be.
 
+        :param donors: who has told that it is elsewhere: here, though our line was cut and their records are over
         :returns: are we where they are? If not, we may be some steps nearer
         """
-        if not self._can_make_up:
+        if self.grad_averager.verification is not None:
             return False
         if self._make_up_from_here(at_least, donors):
             return True
-        others_are_here = self.tracker.global_progress.num_peers > 1
+        others_are_here = bool(donors) or self.tracker.global_progress.num_peers > 1
         if not (others_are_here and self._go_back()):
             return False
         if self._make_up_from_here(at_least, donors):

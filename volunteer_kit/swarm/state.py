@@ -205,6 +205,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
         with self.lock_averaged_tensors:
             self._copy(tensors)
             self._copy_numbers(metadata["numbers"])
+        self.forget_last_shared()
         self._follow_parameters(metadata)
         self.settle_arrival()
 
@@ -217,6 +218,8 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
     def adopt_parameters(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         with self.lock_averaged_tensors:
             self._copy(tensors)
+        if metadata.get("order", 0) != self._order:  # what was shared before it led to what the monitor has given up
+            self.forget_last_shared()
         self._follow_parameters(metadata)
 
     def adopt_statistics(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
@@ -239,7 +242,6 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
         if self.local_steps is not None:
             goes_back = metadata.get("order", 0) != self._order or metadata.get("lineage") == BEGINNING.hex()
             self.local_steps.restart(with_statistics=goes_back)
-        self.forget_last_shared()
         past = read_past(metadata.get("past"))
         self.kept_until = last_in_common(read_past(self._past), past)
         self._own_past = [told for told in self._own_past if told[0] <= self.kept_until]
