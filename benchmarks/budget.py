@@ -51,7 +51,7 @@ AT_ONCE = 2  # trials whose bytes alone count; four emulated devices leave two c
 DDP_SHARE = 1 / 3  # of its seconds, where each step sends the same
 LEAST_EPOCHS = 2  # that it measures at least
 ATTEMPTS = 3
-HEADERS = 1.08  # bytes on the wire for each of a part: simulate.py's fit
+HEADERS = 1.08  # bytes on the wire for each of a part, rather too many: simulate.py's fits are 1.005 to 1.08
 FULL_SECONDS, FULL_PEERS, FULL_SAMPLES = 150.0, 8, 4  # and times as many samples in each training
 
 

@@ -10,7 +10,8 @@ from hivemind.utils import get_dht_time
 
 from tests.somebody import Somebody, entry
 from volunteer_kit.swarm.believed_progress import Claims, Worth, believed_samples
-from volunteer_kit.swarm.progress import PACE, Limits, SwarmProgressTracker, epochs_ahead
+from volunteer_kit.swarm.plausible import PACE, Limits, epochs_ahead
+from volunteer_kit.swarm.progress import SwarmProgressTracker
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 

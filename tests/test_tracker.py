@@ -14,7 +14,8 @@ from tests.somebody import LIFETIME, NOW, Somebody, entry
 from volunteer_kit.swarm.identity import peer_id_of_owner
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer
-from volunteer_kit.swarm.progress import Limits, SwarmProgressTracker, believed_epoch, is_plausible
+from volunteer_kit.swarm.plausible import Limits, believed_epoch, is_plausible
+from volunteer_kit.swarm.progress import SwarmProgressTracker
 
 
 @pytest.fixture(scope="module")

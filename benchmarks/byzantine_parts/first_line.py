@@ -17,8 +17,8 @@ from volunteer_kit.swarm.believed_progress import Claims, believed_samples
 from volunteer_kit.swarm.believed_speed import Limits, believed_speeds
 from volunteer_kit.swarm.credit_bounds import Bounds
 from volunteer_kit.swarm.ground import ASTRAY
-from volunteer_kit.swarm.progress import Limits as ClaimLimits
-from volunteer_kit.swarm.progress import is_plausible
+from volunteer_kit.swarm.plausible import Limits as ClaimLimits
+from volunteer_kit.swarm.plausible import is_plausible
 from volunteer_kit.swarm.records import PeerRecord
 from volunteer_kit.swarm.state_round import OwnSteps, reason_to_keep_own
 from volunteer_kit.swarm.told_group import AVOIDED_FOR, is_split

@@ -15,8 +15,9 @@ from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.local_steps import LocalSteps, LocalStepsConfig
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer
+from volunteer_kit.swarm.plausible import Limits
 from volunteer_kit.swarm.power_sgd import PowerSGDAverager
-from volunteer_kit.swarm.progress import Limits, SwarmProgressTracker
+from volunteer_kit.swarm.progress import SwarmProgressTracker
 from volunteer_kit.swarm.reach import Reach
 from volunteer_kit.swarm.state import SwarmStateAverager
 from volunteer_kit.swarm.traffic import Traffic
