@@ -71,7 +71,8 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
     """Of one worker, from its first step after `begin` to the last before `end` (time.monotonic()) whose fate is known
     and that another one followed, or to `end` if it is stuck. Each step says how many samples were `pending`, for the
     next one."""
-    steps = [(step, samples) for step, samples in fates(events) if begin <= step["at"] <= end]
+    decided = fates(events)
+    steps = [(step, samples) for step, samples in decided if begin <= step["at"] <= end]
     if not steps:
         return Account()
     first, last, under_way = steps[0][0], steps[-1][0], 0
@@ -80,14 +81,13 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         last = {**last, "between": last["between"] + end - last["at"], "at": end}
     elif len(steps) < 2:
         return Account()
-    elif (after := next_taken(events, last)) is not None:
-        under_way = min(last["pending"], after)
-    elif len(steps) > 2:
-        *steps, (_, after) = steps
-        last = steps[-1][0]
-        under_way = min(last["pending"], after)
-    else:  # as much at the end as at the beginning, for nothing is known of it
-        under_way = min(first["pending"], steps[1][1])
+    else:
+        after = next_taken(events, decided, last)
+        if after is None and len(steps) > 2:
+            *steps, (_, after) = steps
+            last = steps[-1][0]
+        # where nothing is known of it, as much at the end as at the beginning
+        under_way = min(first["pending"], steps[1][1]) if after is None else min(last["pending"], after)
     postponed = sum(e["event"] == "postponed" and first["at"] < e["at"] <= last["at"] for e in events)
     grown = {name: last[name] - first[name] for name in COUNTERS}
     applied = sum(samples for _, samples in steps[1:]) + under_way
@@ -109,10 +109,10 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
     )
 
 
-def next_taken(events: Sequence[dict], last: dict) -> int | None:
+def next_taken(events: Sequence[dict], decided: Sequence[tuple[dict, int]], last: dict) -> int | None:
     """Samples of the next step after `last`: those that counted, or all while nothing is known of its fate; None: it
-    was the last one."""
-    known = {step["at"]: samples for step, samples in fates(events)}
+    was the last one. `decided`: as of fates()."""
+    known = {step["at"]: samples for step, samples in decided}
     later = (e for e in events if e["event"] == "step" and e["at"] > last["at"])
     return next((known.get(e["at"], e["samples"]) for e in later), None)
 
