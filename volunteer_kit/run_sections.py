@@ -47,7 +47,8 @@ class SwarmConfig(BaseModel):
     # s a newcomer waits for the state of others. Raise it for large models on slow links.
     load_state_timeout: float = Field(600.0, gt=0, le=7200)
     # Epochs between two rounds in which parameters are averaged, where they differ. 0: none; who is apart takes the
-    # others' state, statistics included. For lines so bad that most rounds leave most volunteers apart.
+    # others' state, statistics included. For lines so bad that most rounds leave most volunteers apart. Who was in the
+    # last of them sends what has changed since, which state_compression: blockwise4 bears.
     average_state_every: int = Field(0, ge=0, le=1000)
     # How the members' gradients become one. centered_clip: who sends something else than the others moves it by a
     # bounded distance; mean: every value counts as it is, for runs among friends; the others for comparison.

@@ -12,14 +12,14 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm.agreement import BEGINNING, advance, prevailing, read_all
-from volunteer_kit.swarm.arrival import ArrivingState
+from volunteer_kit.swarm.averaged_differences import AveragedDifferences
 from volunteer_kit.swarm.ground import ASTRAY, Ground
 from volunteer_kit.swarm.state_round import REMEMBERED, OwnSteps, reason_to_keep_own
 
 logger = get_logger(__name__)
 
 
-class AveragedState(ArrivingState):
+class AveragedState(AveragedDifferences):
     """Averages parameters when, and only when, members differ: while all hold the same, nothing is sent. What would
     carry us farther than honest steps can have set us apart is not taken.
 
