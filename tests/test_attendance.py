@@ -74,6 +74,26 @@ def test_who_speaks_and_does_not_come_is_no_longer_awaited_until_it_comes(attend
     assert attendance.is_awaited(C)
 
 
+def test_who_speaks_on_and_does_not_come_is_awaited_ever_more_rarely(attendance, clock):
+    """Where one round follows the other at once, who is late for one is late for each that does not wait for it."""
+    attendance.heard(A, 0)
+    waits = []
+    for number in range(40):
+        attendance.heard(C, number)
+        if attendance.is_awaited(C):
+            waits.append(number)
+        attendance.met({A}, awaited={A, C} if attendance.is_awaited(C) else {A})
+    assert waits == [0, 1, 2, 4, 8, 16, 32]
+    clock.now += SILENT + 0.1
+    for _ in range(24):  # gone, in which time no rounds of its are counted
+        attendance.met({A}, awaited={A})
+    attendance.heard(C, 40)
+    for number in range(41, 65):
+        attendance.heard(C, number)
+        attendance.met({A}, awaited={A})
+    assert attendance.is_awaited(C)
+
+
 def test_who_has_come_lately_is_a_regular_whether_it_is_heard_or_not(attendance, clock):
     """Who is cut off from most of them knows by that that they go on elsewhere; who never came keeps nobody waiting."""
     for peer in (A, B, C):

@@ -227,8 +227,27 @@ def test_a_few_accounts_that_are_ahead_are_counted_and_not_followed_yet(tracker,
     assert progress.epoch == 3, "two of four say so"
     progress = read(tracker, ahead, (second, second.claims(epoch=4)), (honest, honest.claims()))
     assert progress.epoch == 4, "two of three"
-    tracker._own_epoch = (3, time.monotonic() - PACE * 60.0 - 1)
+    tracker._in_common = (3, time.monotonic() - PACE * 60.0 - 1)
     assert read(tracker, ahead, (honest, honest.claims())).epoch == 4, "it is about time"
+
+
+def test_who_steps_alone_sees_those_who_are_far_ahead_still(tracker, people, monkeypatch):
+    """It took the next step by itself, and from then on nobody could have come so far: it stayed alone."""
+    others = [*people, Somebody()]
+    claims = [(somebody, somebody.claims(epoch=33)) for somebody in others]
+    tracker._durations.extend([0.4] * 5)
+    tracker.settle_round(2, [somebody.peer_id for somebody in others], {})
+    clock = time.monotonic() + 12.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    tracker.global_progress = read(tracker, *claims)
+    assert tracker.global_progress.num_peers == 5
+    for epoch in (4, 5):
+        tracker.report_local_progress(local_epoch=epoch, samples_accumulated=20)
+        tracker.global_progress = read(tracker, *claims)
+        assert (tracker.global_progress.num_peers, tracker.num_ahead) == (5, 4)
+    tracker.settle_round(4, [somebody.peer_id for somebody in others], {})
+    assert read(tracker, *claims).num_peers == 5, "what most accounts say is believed"
+    assert read(tracker, claims[0], *((one, one.claims(epoch=5)) for one in others[1:])).num_peers == 4
 
 
 def test_who_has_just_come_is_taken_to_be_as_fast_as_the_others(tracker, people):

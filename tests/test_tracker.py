@@ -104,6 +104,9 @@ def test_peers_that_nobody_can_follow_confirm_what_others_claim_and_claim_nothin
     assert believed_epoch([], 7, 2, clients) == believed_epoch([(7, "cleo")], 7, 2, clients) == 7
     assert believed_epoch([(500, "cleo")], 7, 2, clients) == 500
     assert believed_epoch([(10**9, "mallory"), (10**9, "trudy")], 7, 2, [(7, "ada"), (7, "bob")]) == 7
+    clients = [(500, "ada"), (499, "bob"), (499, "dora")]
+    assert believed_epoch([(501, "cleo")], 7, 2, clients) == 499, "most are there, and one of them can be followed"
+    assert believed_epoch([(7, "cleo")], 7, 2, clients) == 7
 
 
 @pytest.fixture

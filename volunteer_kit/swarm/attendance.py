@@ -18,7 +18,9 @@ from hivemind.p2p import PeerID
 SILENT = 5.0  # s without a word, at least: words take two to spread, and are looked for every two
 GAPS, TIMES_THE_GAP = 4, 3.0  # who speaks once in a microbatch of a minute is silent after three
 MAX_PEERS = 10_000
-ABSENCES = 3  # rounds in a row to which it did not come, though it was here
+# rounds in a row to which it did not come, though it was here. Then it is awaited in the 4th, 8th, 16th... again: in a
+# swarm whose rounds follow each other at once, who is behind by one is late for each that does not wait for it
+ABSENCES = 3
 
 
 @dataclass
@@ -51,8 +53,11 @@ class Attendance:
 
     def is_awaited(self, peer: PeerID) -> bool:
         known = self._known.get(peer)
-        if known is None or known.absences >= ABSENCES:
+        if known is None or not self._is_heard(known):
             return False
+        return known.absences < ABSENCES or known.absences.bit_count() == 1
+
+    def _is_heard(self, known: Heard) -> bool:
         return self._clock() - known.at <= max(SILENT, TIMES_THE_GAP * max(known.gaps, default=-math.inf))
 
     def is_regular(self, peer: PeerID) -> bool:
@@ -67,5 +72,5 @@ class Attendance:
         for peer, known in list(self._known.items()):
             if peer in group:
                 known.absences, known.has_come = 0, True
-            elif peer in awaited:
+            elif peer in awaited or (known.absences >= ABSENCES and self._is_heard(known)):
                 known.absences += 1

@@ -64,7 +64,10 @@ def believed_epoch(
     for epoch, account in (*claims, *of_clients):
         reached[account] = max(epoch, reached.get(account, epoch))
     only_witness = len(reached) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
-    for epoch in sorted({epoch for epoch, _ in claims}, reverse=True):
+    highest = max((epoch for epoch, _ in claims), default=0)
+    # theirs as well: where epochs are short, words that are a moment old say fewer than the one that is a moment newer
+    candidates = {epoch for epoch in reached.values() if epoch <= highest} | {epoch for epoch, _ in claims}
+    for epoch in sorted(candidates, reverse=True):
         there = sum(epoch <= other for other in reached.values())
         confirmed = there > 1 and 2 * there > len(reached)
         if epoch <= own_epoch + max_advance or confirmed or only_witness:

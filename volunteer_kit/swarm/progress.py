@@ -88,7 +88,8 @@ class SwarmProgressTracker(ProgressTracker):
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
         self._trained = -math.inf  # the last epoch that samples of ours are of
-        self._own_epoch = (0, time.monotonic())  # and since when: all that we know for certain
+        self._own_epoch = (0, time.monotonic())  # and since when
+        self._in_common = self._own_epoch  # the last that we know for certain to have been the swarm's, and when
         self._saw_it_begin = False  # that epoch
         self._durations: deque[float] = deque(maxlen=DURATIONS)  # s, of the last epochs that we saw begin and end
         self.claims, self._typical_speed = Claims(), math.inf
@@ -180,6 +181,17 @@ class SwarmProgressTracker(ProgressTracker):
             self._durations.append(time.monotonic() - since)
             self._keep_pace(median(self._durations))
         self._own_epoch, self._saw_it_begin = (self.local_progress.epoch, time.monotonic()), follows
+        is_a_lone_step = follows and self.global_progress.num_peers > 1  # unless a round tells more
+        if not is_a_lone_step and self.local_progress.epoch > self._in_common[0]:
+            self._in_common = self._own_epoch
+
+    def _most_ahead(self, durations: Sequence[float]) -> int:
+        """Epochs that the swarm can be ahead of us. Who steps on alone comes no nearer to what all had in common: were
+        time counted from its last own step, it would believe nothing of those who are far, and stay alone for ever."""
+        (own_epoch, began), (common, since) = self._own_epoch, self._in_common
+        now, least = time.monotonic(), self.limits.min_epoch_seconds
+        since_common = epochs_ahead(now - since, durations, least) - (own_epoch - common)
+        return max(epochs_ahead(now - began, durations, least), since_common)
 
     def _keep_pace(self, epoch_seconds: float) -> None:
         say, look = self._least_periods
@@ -213,6 +225,7 @@ class SwarmProgressTracker(ProgressTracker):
 
         :param weights: in samples, of those whose parts entered our slice
         """
+        self._in_common = epoch + 1, time.monotonic()
         self.claims.settle(epoch, frozenset(group), weights, self.target_batch_size)
         self.attendance.met(frozenset(group), self.awaited)
 
@@ -229,9 +242,8 @@ class SwarmProgressTracker(ProgressTracker):
             elif isinstance(value, ValueWithExpiration) and value.value is not None:
                 self.claims_dropped += 1
         self._note_own_epoch()
-        own_epoch, since = self._own_epoch
-        possible = epochs_ahead(time.monotonic() - since, (), self.limits.min_epoch_seconds)
-        max_advance = epochs_ahead(time.monotonic() - since, self._durations, self.limits.min_epoch_seconds)
+        own_epoch, _ = self._own_epoch
+        possible, max_advance = self._most_ahead(()), self._most_ahead(self._durations)
         others, clients = [], []
         for claim in (claim for claim, _ in kept.values() if claim.peer_id != own_id):
             (clients if claim.client_mode else others).append((claim.epoch, self._account_of(claim.peer_id)))
