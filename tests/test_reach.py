@@ -10,6 +10,7 @@ from functools import partial
 import psutil
 import pytest
 from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
 
 from tests.local_swarm import LocalPeer, local_swarm
 from tests.network import network
@@ -22,6 +23,7 @@ from volunteer_kit.swarm.reach import (
     is_loopback,
     is_private,
     is_refused,
+    look_around,
     split_address,
 )
 
@@ -186,6 +188,24 @@ def test_who_answers_whatever_it_says_is_there_and_who_is_unknown_is_not(peers, 
     assert first.dht.run_coroutine(partial(ask, peer=nobody)) is False
     assert reach[0].is_there({nobody, client.peer_id}) and not reach[0].is_there({nobody})
     assert not reach[0].is_there(set())
+
+
+async def forget_all(dht, node) -> None:
+    """As when all of its calls were too late."""
+    table = node.protocol.routing_table
+    for node_id, peer in list(table.uid_to_peer_id.items()):
+        node.blacklist.register_failure(peer)
+        del table[node_id]
+
+
+def test_who_is_connected_and_knows_nobody_any_more_asks_those_who_are_there(peers):
+    first, _, client = peers
+    first.dht.store("found again", 1, expiration_time=get_dht_time() + 60)
+    assert client.dht.get("found again", latest=True).value == 1
+    client.dht.run_coroutine(forget_all)
+    assert client.dht.get("found again", latest=True) is None
+    assert client.dht.run_coroutine(partial(look_around, addresses=[])).answered
+    assert client.dht.get("found again", latest=True).value == 1
 
 
 class NoDht:

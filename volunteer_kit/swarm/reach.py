@@ -34,6 +34,7 @@ FRESH = 8.0  # s that an answer is believed
 HANG_UP_AFTER = 4  # looks in a row without an answer: a busy machine alone is slow to answer too
 ASKED_AT_ONCE = 4  # peers
 DIALLED_AT_ONCE = 8  # addresses
+PINGED_AT_ONCE = 16  # peers that are connected, when the DHT knows none of them
 MAX_KNOWN = 50  # addresses that are remembered
 MAX_ADDRESS = 300  # characters
 NOBODY = "Nobody in the swarm answers, neither its first peers nor any other: is this machine online?"
@@ -163,6 +164,7 @@ async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up
     connected = [info.peer_id for info in await node.p2p.list_peers()]
     asked = random.sample(connected, min(ASKED_AT_ONCE, len(connected)))
     if await _first_true(answers(node, peer) for peer in asked):
+        await _remember_somebody(node, connected)
         return Look(answered=True, known=await _dialable(node, connected))
     tried = random.sample(addresses[DIALLED_AT_ONCE // 2 :], min(DIALLED_AT_ONCE // 2, max(0, len(addresses) - 4)))
     tried = [*addresses[: DIALLED_AT_ONCE // 2], *tried]
@@ -170,9 +172,29 @@ async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up
     found = Look(answered="answered" in ends.values(), refused=is_refused(ends))
     found.silent = [address for address in tried if ends[address] == "silent"]
     if found.answered:
-        with suppress(Exception):  # fill the routing table: it has been emptied by calls that nobody took
-            await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), ANSWER_WITHIN)
+        await _fill_routing_table(node)
     return found
+
+
+async def _remember_somebody(node: DHTNode, connected: Sequence[PeerID]) -> None:
+    """The DHT forgets whoever was too late with an answer. Who was suspended for some seconds had them all too late: it
+    is connected to everybody then, and asks nobody any more."""
+    remembered = node.protocol.routing_table.uid_to_peer_id.values()
+    if any(peer not in node.blacklist for peer in remembered):
+        return
+    asked = random.sample(connected, min(PINGED_AT_ONCE, len(connected)))
+    nodes = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in asked))
+    answered = [peer for peer, node_id in zip(asked, nodes, strict=True) if node_id is not None]
+    for peer in answered:
+        node.blacklist.register_success(peer)
+    if answered:
+        await _fill_routing_table(node)
+
+
+async def _fill_routing_table(node: DHTNode) -> None:
+    """It has been emptied by calls that nobody took."""
+    with suppress(Exception):
+        await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), ANSWER_WITHIN)
 
 
 async def does_any_answer(dht: DHT, node: DHTNode, peers: Sequence[PeerID]) -> bool:
