@@ -79,6 +79,7 @@ class SwarmAllReduce(AwaitedAnswers):
         self.traffic = traffic or Traffic()
         self.outgoing = Answers(sum(peer != self.peer_id for peer in self.sender_peer_ids), self.traffic.speed.note)
         self.too_slow: set[PeerID] = set()  # senders left out for it
+        self.heard: dict[PeerID, float] = {}  # time.monotonic() of the last part or answer that came of each member
         self.max_weight, self.weight_limit, self.out_of_step = max_weight, weight_limit, out_of_step
         self.refused: dict[PeerID, str] = dict(out_of_step)
         self._losses: dict[PeerID, str] = {}  # members that stayed silent or are gone; the first cause
@@ -206,6 +207,7 @@ class SwarmAllReduce(AwaitedAnswers):
                 max_prefetch=self.tensor_part_container.prefetch,
             ):
                 self.bytes_received += num_bytes
+                self.heard[sender] = time.monotonic()
                 if part_index >= reducer.num_parts:
                     raise RefusedPart("more parts than the slice has")
                 reason = reason_to_refuse(

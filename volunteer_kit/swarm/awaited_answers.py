@@ -33,6 +33,7 @@ class AwaitedAnswers(AllReduceRunner):
     began: float  # time.monotonic()
     traffic: Traffic
     otherwise: set[PeerID]
+    heard: dict[PeerID, float]
     bytes_sent: int
     bytes_received: int
     tensor_part_reducer: HeldPartReducer
@@ -147,6 +148,7 @@ class AwaitedAnswers(AllReduceRunner):
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
             self.bytes_received += size_of(message)
+            self.heard[peer_id] = time.monotonic()
             return read_values(message.tensor_part), message.tensor_part
 
         async for average, answer in amap_in_executor(

@@ -17,6 +17,8 @@ from volunteer_kit.swarm.line_speed import LineSpeed
 from volunteer_kit.swarm.shares import LateReducers, in_proportion, late_by_most
 from volunteer_kit.swarm.told_group import UNUSABLE, Entry, read_entry, with_pace
 
+SILENT = 0.5  # of an exchange's time: who was not heard for so long, at its end, is taken for gone
+
 
 class Pace:
     """:param serializer: of what members tell
@@ -35,6 +37,7 @@ class Pace:
         self._serializer, self._speed, self._bandwidth = serializer, speed, bandwidth
         self.exchange = None if exchange_timeout is None else Deadline(exchange_timeout)
         self._late = LateReducers()
+        self._silent: set[PeerID] = set()  # at the end of our last round
         self.mark = b""  # told with the rest: of what our last round has left with us
         self.least = 0  # likewise: members that our next group should have
 
@@ -68,15 +71,23 @@ class Pace:
         return in_proportion(bandwidths, late)
 
     def over(self, runner: SwarmAllReduce, own_id: PeerID) -> None:
-        """A round had an end."""
-        slow = {*runner.failed_reducers, *runner.too_slow} - {own_id}
+        """A round had an end.
+
+        Whoever was late and still sent something needs more time. Who was silent is gone, and to wait longer for the
+        next one would be in vain; unless it comes to that round as well, and is silent for as long again: then its line
+        needs more for a single part.
+        """
+        late = {*runner.failed_reducers, *runner.too_slow} - {own_id}
         self._late.note(runner.answered_after, runner.failed_reducers)
         if self.exchange is None:
             return
+        took, now = time.monotonic() - runner.began, time.monotonic()
+        silent = {peer for peer in late if now - runner.heard.get(peer, runner.began) >= SILENT * took}
+        slow, self._silent = late - (silent - self._silent), silent
         if slow:
             self.exchange.failed(len(slow) / max(1, runner.group_size - 1))
-        else:
-            self.exchange.succeeded(time.monotonic() - runner.began)
+        elif not late:
+            self.exchange.succeeded(took)
 
     def failed(self) -> None:
         """It had none that could be used."""
