@@ -225,7 +225,9 @@ class WaryMatchmaking(Matchmaking):
             self.patience.succeeded(time.monotonic() - began)
         elif expected is not None:
             self.patience.failed((expected - group.group_size) / expected)
-        if group is not None and self.are_too_few(group):  # all its members read the same, and leave it together
+        if group is None or step.done():  # nobody awaits us then, and what we raised would be printed as a traceback
+            return group
+        if self.are_too_few(group):  # all its members read the same, and leave it together
             raise TooFew(f"a group of {group.group_size}")
         return group
 
