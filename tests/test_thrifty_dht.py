@@ -13,7 +13,15 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.utils import get_dht_time
 
-from volunteer_kit.swarm.thrifty_dht import ASKED, LEAST_SECONDS, OPTIONS, ThriftyDHTNode, TimedDHTProtocol, TimedStub
+from volunteer_kit.swarm.thrifty_dht import (
+    ASKED,
+    FORGIVEN,
+    LEAST_SECONDS,
+    OPTIONS,
+    ThriftyDHTNode,
+    TimedDHTProtocol,
+    TimedStub,
+)
 
 NODES = 8
 
@@ -170,5 +178,21 @@ def test_who_does_not_answer_is_awaited_as_long_as_others_take():
             with pytest.raises(asyncio.TimeoutError):
                 await TimedStub(gone, protocol._patience).rpc_find(b"", timeout=5.0)
         assert protocol.wait_timeout == 5.0, "when nobody answers it is"
+
+    run(story)
+
+
+@pytest.mark.parametrize("vain, is_asked", [(1, True), (FORGIVEN, True), (FORGIVEN + 1, False)])
+def test_who_did_not_answer_is_asked_again_as_soon_as_it_calls_unless_it_never_answers(vain, is_asked):
+    async def story():
+        async with nodes(2) as (first, second):
+            peer = second.peer_id
+            first.blacklist.ban_counter[peer] = vain - 1
+            first.blacklist.register_failure(peer)
+            assert peer in first.blacklist
+            assert await second.protocol.call_ping(first.peer_id)
+            await asyncio.sleep(0)  # what it has noted of the caller, it notes in a task
+            assert (peer not in first.blacklist) == is_asked
+            assert first.blacklist.ban_counter[peer] == vain
 
     run(story)

@@ -29,11 +29,27 @@ LEAST_SECONDS = 2.0  # for an answer, however fast they usually are; a line that
 # fetch all that stands there
 OPTIONS = {"cache_locally": False, "cache_on_store": False, "cache_nearest": 0, "cache_refresh_before_expiry": 0}
 
+# calls in vain, in a row, after which a node that calls us is asked again at once; hivemind leaves it out for 5 s after
+# the first and for 10 after the second. More, and it is one that can call and not be called
+FORGIVEN = 3
+
 Found = Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]]
 
 
 class ThriftyDHTNode(DHTNode):
-    """hivemind's node, which remembers who is nearest to a key. Who has not answered lately is not among them."""
+    """hivemind's node, which remembers who is nearest to a key. Who has not answered lately is not among them, until it
+    is heard again: after an outage of some seconds the swarm would be in parts for as long as it was, and longer."""
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> ThriftyDHTNode:
+        node = await super().create(*args, **kwargs)
+        if isinstance(node.protocol, TimedDHTProtocol):
+            node.protocol.on_heard = node._hear
+        return node
+
+    def _hear(self, peer: PeerID) -> None:
+        if peer in self.blacklist and self.blacklist.ban_counter[peer] <= FORGIVEN:
+            del self.blacklist.banned_peers[peer]  # the calls in vain are counted on until one is answered
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -83,6 +99,7 @@ class TimedDHTProtocol(DHTProtocol):
     for each call, all matchmaking around it took ten. Its own `wait_timeout` is the longest that anything is awaited.
     """
 
+    on_heard: Callable[[PeerID], None] | None = None  # told who calls us, or answers
     _patience: Deadline | None = None
     _most = 5.0  # s
 
@@ -96,6 +113,11 @@ class TimedDHTProtocol(DHTProtocol):
 
     def get_stub(self, peer: PeerID) -> Any:
         return TimedStub(super().get_stub(peer), self._patience)
+
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        if responded and self.on_heard is not None:
+            self.on_heard(peer_id)
+        await super().update_routing_table(node_id, peer_id, responded)
 
 
 TimedDHTProtocol.__name__ = DHTProtocol.__name__  # libp2p knows calls by it: those of a plain hivemind node as well
