@@ -42,7 +42,7 @@ test: install
 	$(PYTEST) -m "not slow" $(TEST)
 
 test-slow: install
-	$(PYTEST) -m slow --timeout 600 $(TEST)
+	$(PYTEST) -m slow --timeout 600 --durations 20 $(TEST)
 
 test-tpu:
 	.ci/test-tpu $(TEST)
