@@ -245,6 +245,8 @@ def test_who_steps_alone_sees_those_who_are_far_ahead_still(tracker, people, mon
         tracker.report_local_progress(local_epoch=epoch, samples_accumulated=20)
         tracker.global_progress = read(tracker, *claims)
         assert (tracker.global_progress.num_peers, tracker.num_ahead) == (5, 4)
+    tracker.settle_round(4, [others[0].peer_id], {})
+    assert read(tracker, *claims[:1]).num_peers == 2, "two of five may be apart from the swarm"
     tracker.settle_round(4, [somebody.peer_id for somebody in others], {})
     assert read(tracker, *claims).num_peers == 5, "what most accounts say is believed"
     assert read(tracker, claims[0], *((one, one.claims(epoch=5)) for one in others[1:])).num_peers == 4

@@ -107,6 +107,7 @@ def test_peers_that_nobody_can_follow_confirm_what_others_claim_and_claim_nothin
     clients = [(500, "ada"), (499, "bob"), (499, "dora")]
     assert believed_epoch([(501, "cleo")], 7, 2, clients) == 499, "most are there, and one of them can be followed"
     assert believed_epoch([(7, "cleo")], 7, 2, clients) == 7
+    assert believed_epoch([(10**9, "mallory"), (7, "cleo")], 7, 2, [(9, "ada"), (7, "bob")]) == 7, "a client makes none"
 
 
 @pytest.fixture

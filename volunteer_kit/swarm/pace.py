@@ -81,7 +81,8 @@ class Pace:
         self._late.note(runner.answered_after, runner.failed_reducers)
         if self.exchange is None:
             return
-        took, now = time.monotonic() - runner.began, time.monotonic()
+        now = time.monotonic()
+        took = now - runner.began
         silent = {peer for peer in late if now - runner.heard.get(peer, runner.began) >= SILENT * took}
         slow, self._silent = late - (silent - self._silent), silent
         if slow:

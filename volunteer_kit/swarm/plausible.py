@@ -59,18 +59,20 @@ def believed_epoch(
     :param max_advance: epochs that can have passed since we last knew
     :param of_clients: likewise, of peers that nobody can follow: they confirm what others claim, or do not
     """
-    claims = list(claims)
+    claims, of_clients = list(claims), list(of_clients)
     reached: dict[Hashable, int] = {}
     for epoch, account in (*claims, *of_clients):
         reached[account] = max(epoch, reached.get(account, epoch))
     only_witness = len(reached) == 1 and own_epoch == 0  # we just came: there is nobody else to ask
-    highest = max((epoch for epoch, _ in claims), default=0)
-    # theirs as well: where epochs are short, words that are a moment old say fewer than the one that is a moment newer
-    candidates = {epoch for epoch in reached.values() if epoch <= highest} | {epoch for epoch, _ in claims}
-    for epoch in sorted(candidates, reverse=True):
+    followable = {epoch for epoch, _ in claims}
+    highest = max(followable, default=0)
+    # where epochs are short, clients' words of a moment ago confirm less than what somebody claims now
+    confirmable = {epoch for epoch, _ in of_clients if epoch <= highest}
+    for epoch in sorted(followable | confirmable, reverse=True):
         there = sum(epoch <= other for other in reached.values())
         confirmed = there > 1 and 2 * there > len(reached)
-        if epoch <= own_epoch + max_advance or confirmed or only_witness:
+        possible = epoch in followable and epoch <= own_epoch + max_advance
+        if possible or confirmed or only_witness:
             return max(own_epoch, epoch)
     return own_epoch
 

@@ -225,9 +225,11 @@ class SwarmProgressTracker(ProgressTracker):
 
         :param weights: in samples, of those whose parts entered our slice
         """
-        self._in_common = epoch + 1, time.monotonic()
-        self.claims.settle(epoch, frozenset(group), weights, self.target_batch_size)
-        self.attendance.met(frozenset(group), self.awaited)
+        group = frozenset(group)
+        if 2 * len(group) > self.global_progress.num_peers:  # else it is we who may be apart
+            self._in_common = epoch + 1, time.monotonic()
+        self.claims.settle(epoch, group, weights, self.target_batch_size)
+        self.attendance.met(group, self.awaited)
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         if not isinstance(metadata, dict):

@@ -164,7 +164,7 @@ async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up
     connected = [info.peer_id for info in await node.p2p.list_peers()]
     asked = random.sample(connected, min(ASKED_AT_ONCE, len(connected)))
     if await _first_true(answers(node, peer) for peer in asked):
-        await _remember_somebody(node, connected)
+        await _remember_somebody(node, connected, addresses)
         return Look(answered=True, known=await _dialable(node, connected))
     tried = random.sample(addresses[DIALLED_AT_ONCE // 2 :], min(DIALLED_AT_ONCE // 2, max(0, len(addresses) - 4)))
     tried = [*addresses[: DIALLED_AT_ONCE // 2], *tried]
@@ -176,13 +176,17 @@ async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up
     return found
 
 
-async def _remember_somebody(node: DHTNode, connected: Sequence[PeerID]) -> None:
+async def _remember_somebody(node: DHTNode, connected: Sequence[PeerID], addresses: Sequence[str]) -> None:
     """The DHT forgets whoever was too late with an answer. Who was suspended for some seconds had them all too late: it
-    is connected to everybody then, and asks nobody any more."""
+    is connected to everybody then, and asks nobody any more.
+
+    :param addresses: of those that take its calls, as far as we have met them; most of the connected may be clients
+    """
     remembered = node.protocol.routing_table.uid_to_peer_id.values()
     if any(peer not in node.blacklist for peer in remembered):
         return
-    asked = random.sample(connected, min(PINGED_AT_ONCE, len(connected)))
+    takes_calls = {split_address(address)[2]["p2p"] for address in addresses}
+    asked = [peer for peer in connected if peer.to_base58() in takes_calls][:PINGED_AT_ONCE]
     nodes = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in asked))
     answered = [peer for peer, node_id in zip(asked, nodes, strict=True) if node_id is not None]
     for peer in answered:

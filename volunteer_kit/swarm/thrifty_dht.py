@@ -40,6 +40,10 @@ class ThriftyDHTNode(DHTNode):
     """hivemind's node, which remembers who is nearest to a key. Who has not answered lately is not among them, until it
     is heard again: after an outage of some seconds the swarm would be in parts for as long as it was, and longer."""
 
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._nearest: dict[DHTID, tuple[float, dict[DHTID, PeerID]]] = {}  # until when, and who
+
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> ThriftyDHTNode:
         node = await super().create(*args, **kwargs)
@@ -50,10 +54,6 @@ class ThriftyDHTNode(DHTNode):
     def _hear(self, peer: PeerID) -> None:
         if peer in self.blacklist and self.blacklist.ban_counter[peer] <= FORGIVEN:
             del self.blacklist.banned_peers[peer]  # the calls in vain are counted on until one is answered
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self._nearest: dict[DHTID, tuple[float, dict[DHTID, PeerID]]] = {}  # until when, and who
 
     async def find_nearest_nodes(
         self,
