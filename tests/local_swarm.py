@@ -79,7 +79,8 @@ class LocalPeer:
         )
 
     def story(self) -> str:
-        return f"events: {self.events[-8:]}\nlog: {self.log.read_text()[-3000:]}"
+        told = [event for event in self.events if event["event"] not in ("step", "traffic", "swarm")]
+        return f"events: {told[-16:]}, {self.events[-2:]}\nlog: {self.log.read_text()[-3000:]}"
 
     def ask(self, timeout: float = 60.0, **order) -> dict:
         """Send an order and await its own answer."""

@@ -37,7 +37,8 @@ class HostOfTwo:
 
     def __init__(self, folder: Path, hub: Hub, edit: Callable[[str], str] = lambda text: text):
         """:param edit: of the run file's text"""
-        self.folder, self.port, self.board = folder / "host", free_port(), free_port()
+        self.folder = folder / "host"
+        self.port, self.board, self.peer_port = free_port(), free_port(), free_port()
         self.run_file, self.said = folder / "together.yaml", ""
         text = find_run_file("demo").read_text().replace("run_id: demo", "run_id: together")
         size = "target_batch_size: 256"
@@ -60,7 +61,7 @@ class HostOfTwo:
         command = [sys.executable, "-m", "volunteer_kit.cli", "host", str(self.run_file), "--folder", str(self.folder)]
         ports = ["--port", str(self.port), "--dashboard-port", str(self.board)]
         self.process = subprocess.Popen(
-            [*command, *ports, "--host-maddrs", "/ip4/127.0.0.1/tcp/0"],
+            [*command, *ports, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{self.peer_port}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._environment, start_new_session=True,
         )  # fmt: skip
         alarm = threading.Timer(UP, self.process.kill)

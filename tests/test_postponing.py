@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.lone_optimizer import (
@@ -13,6 +15,7 @@ from tests.lone_optimizer import (
     others_answer,
     train,
 )
+from tests.somebody import Somebody, entry
 from volunteer_kit.swarm.making_up import AGAIN_AND_AGAIN
 from volunteer_kit.swarm.missed_rounds import UNDER_WAY
 from volunteer_kit.swarm.state import digest
@@ -58,6 +61,47 @@ def test_a_round_that_nobody_came_to_is_tried_again_with_its_samples(optimizer, 
         assert found == (24, 24.0, ("missed", "since"), 0) and mean == {2.0}
         progress = optimizer.tracker.local_progress
         assert (progress.epoch, progress.samples_accumulated) == (epoch, 24)
+
+
+@pytest.mark.parametrize("swarm_epochs_on, is_postponed", [(0, True), (1, False)])
+def test_who_cannot_make_up_for_a_round_tries_again_only_while_it_is_to_come(
+    optimizer, monkeypatch, swarm_epochs_on, is_postponed
+):
+    """In a run that verifies; it would step alone before the others each time, and miss all their rounds."""
+    epoch = optimizer.local_epoch
+    monkeypatch.setattr(optimizer.grad_averager, "verification", object())
+    monkeypatch.setattr(optimizer.tracker.global_progress, "epoch", epoch + swarm_epochs_on)  # seen while we waited
+    nobody_comes(optimizer, monkeypatch, swarm_epoch=epoch)
+    assert optimizer.reports[-1].is_postponed is is_postponed
+    if not is_postponed:
+        assert optimizer._follow.at_least == epoch + 1, "and not with the next round, which it would miss as well"
+        return
+    optimizer._try_again()
+    assert optimizer.local_epoch == epoch and optimizer.grad_averager.local_samples_accumulated == 16
+    assert not optimizer._just_loaded, "it takes a state as soon as the others are ahead"
+
+
+@pytest.mark.parametrize(
+    "claims, comes",
+    [
+        ([(0, 50)], True),
+        ([(0, 50), (0, 50), (1, 0)], True),
+        ([(0, 0)], False),  # trains nothing, and meets with whoever is first
+        ([(1, 0), (1, 0), (0, 50)], False),
+    ],
+)
+def test_others_who_compute_for_our_epoch_still_are_waited_for(optimizer, monkeypatch, claims, comes):
+    """They do not believe us what we have, and end it later; unless most have ended it without us."""
+    epoch, tracker = optimizer.local_epoch, optimizer.tracker
+    found = {}
+    for ahead, samples in claims:
+        other = Somebody()
+        found[other.subkey] = entry(other.claims(epoch=epoch + ahead, samples_accumulated=samples))
+    future = SimpleNamespace(result=lambda timeout: SimpleNamespace(value=found))
+    monkeypatch.setattr(tracker.dht, "get", lambda *_, **__: future)
+    monkeypatch.setattr(tracker, "_looked_at", float("-inf"))
+    with tracker.pause_updates():
+        assert optimizer._will_others_come(waited=3.0) is comes
 
 
 def test_samples_of_a_round_that_broke_off_do_not_go_into_the_next(optimizer, monkeypatch, has_round):

@@ -31,7 +31,7 @@ STARTUP = 240.0  # s for the first epoch to be applied, on a busy machine
 LOOK_EVERY = 0.1  # s between two looks at the events
 KILL_AT, LATE_AT = 0.3, 0.45  # parts of the training time
 FIRST_WAIT = 0.25  # part of the training time that the second act waits for the first to be over
-GRACE = 30.0  # s beyond the training time for volunteers that are not back yet
+GRACE = 120.0  # s beyond the training time for volunteers that are not back yet, on a busy machine
 
 
 def run_demo(

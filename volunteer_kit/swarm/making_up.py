@@ -60,7 +60,7 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     @property
     def _may_postpone(self) -> bool:
         """The next step, if its round comes to nothing."""
-        may = self._can_make_up and self.grad_averager.local_steps is None
+        may = self.complete and self.grad_averager.local_steps is None
         return may and self._times_postponed < AGAIN_AND_AGAIN
 
     def _finish_updates(self) -> None:
@@ -91,11 +91,13 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     # --- rounds that we missed ---
 
     def _postpone(self, report: dict[str, Any], was_alone: bool) -> bool:
-        """A step of ours would be nobody's, so none is taken; but only so often, for some who are seen never come.
+        """A step of ours would be nobody's, so none is taken; but only so often, for some who are seen never come. Who
+        could not make up for the round, if it was over, takes none if it is still to come.
 
         :param was_alone: nobody can have got anything of ours
         """
-        if not self._may_postpone:
+        is_to_come = was_alone and max(report["swarm_epoch"], self.tracker.global_epoch) < report["epoch"]
+        if not (self._may_postpone and (self._can_make_up or is_to_come)):
             return False
         self._times_postponed += 1
         kept = was_alone and report["samples"] > 0
@@ -238,7 +240,7 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         if made_up_for > 1 or (made_up_for and self.grad_averager.stale):
             self._start_epoch_anew()
             return
-        self._just_loaded = True
+        self._just_loaded = self._can_make_up  # else who is behind has missed it, and takes a state
         self._tell_tracker_where_we_are()
         if made_up_for:
             self.grad_averager.stale = len(self.grad_averager.names)

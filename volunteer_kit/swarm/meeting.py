@@ -42,7 +42,7 @@ class MeetingOptimizer(VerifyingOptimizer):
             self._drop_scheduled_round()
         self.grad_averager.told = self.state_averager.told
         most = (1 + self.tracker.num_regulars) // 2 + 1
-        self.grad_averager.least_group_size = most if self._may_postpone else 0
+        self.grad_averager.least_group_size = most if self._may_postpone and self._can_make_up else 0
         self.grad_averager.due = self.tracker.estimated_next_update_time
         for averager in (self.grad_averager, self.state_averager):
             averager.expected_group_size = self.tracker.global_progress.num_peers - self.tracker.num_late
@@ -68,10 +68,18 @@ class MeetingOptimizer(VerifyingOptimizer):
                     return control.result(self.averaging_timeout)
                 waited, seconds = time.monotonic() - began, AGAIN * self.matchmaking_time
                 alone = self.grad_averager.without_group > self.matchmaking_time
-                if waited >= longest or (alone and not self._are_others_on_their_way(waited)):
+                if waited >= longest or (alone and not self._will_others_come(waited)):
                     control.cancel()
                     raise
 
-    def _are_others_on_their_way(self, waited: float) -> bool:
-        """Are they still in the last round, that we have behind us? Not for longer than they would wait for us."""
-        return waited < LONGEST * self.matchmaking_time and bool(self.tracker.awaited & self.tracker.behind)
+    def _will_others_come(self, waited: float) -> bool:
+        """Are they still in the last round, that we have behind us? Not for longer than they would wait for us. Or do
+        they compute for the epoch that we take for ended? Not everybody believes everybody the same: who steps alone
+        before the others each time misses all their rounds, and is believed less for it."""
+        if not self.delay_grad_averaging:  # else the tracker is not paused, and looks itself
+            self.tracker.look_while_paused()
+        tracker = self.tracker
+        if waited < LONGEST * self.matchmaking_time and tracker.awaited & tracker.behind:
+            return True
+        have_met = 2 * tracker.num_ahead >= tracker.global_progress.num_peers
+        return not have_met and bool(tracker.awaited & tracker.computing)

@@ -254,7 +254,7 @@ class SwarmOptimizer(MeetingOptimizer):
             return
         if report["num_peers"] > 1:
             if not (report["averaged"] and self._postpone(report, was_alone)):  # else the step is taken already
-                self._miss_round(report["epoch"] - 1, report["swarm_epoch"])
+                self._miss_round(report["epoch"] - 1, max(report["swarm_epoch"], self.tracker.global_epoch))
         elif self.uncertain_steps.has_met:  # their records are over; it may be our line that was
             self._stepped_apart = True
 

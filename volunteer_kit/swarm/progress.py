@@ -7,6 +7,7 @@ believable: what a peer says of itself is dropped, or counts for less.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -29,6 +30,7 @@ from volunteer_kit.swarm.records import read_record
 DURATIONS = 9  # epochs that it is the median of
 NEAR = 2  # epochs behind: who makes up for a round is here for the next
 LATE = 5.0  # s without a word; clocks may differ by 3
+LOOK_PATIENCE = 3.0  # s, for a look while a round waits
 # of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
 # speed in between; a look fetches a kilobyte of each peer from several
 SAID_SHARE, LOOKED_SHARE, LONGEST_PERIOD = 1 / 20, 1 / 30, 2.0
@@ -81,6 +83,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.highest_claim = 0  # epoch that somebody claims, believed or not
         self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
         self.num_ahead = 0  # others whose epoch is later than ours
+        self.computing: frozenset[PeerID] = frozenset()  # others who have samples of our epoch
         self.num_late = 0  # of those behind, who will not be in the next round: gone, or with a state to take first
         self.attendance, self.awaited = Attendance(), frozenset[PeerID]()  # others who will be in the next round
         self.num_regulars = 0  # others whose record is not over, and who came to one of the last rounds
@@ -88,6 +91,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
         self._trained = -math.inf  # the last epoch that samples of ours are of
+        self._looked_at = -math.inf  # time.monotonic(), while paused
         self._own_epoch = (0, time.monotonic())  # and since when
         self._in_common = self._own_epoch  # the last that we know for certain to have been the swarm's, and when
         self._saw_it_begin = False  # that epoch
@@ -163,6 +167,15 @@ class SwarmProgressTracker(ProgressTracker):
         self.global_progress.next_fetch_time = 0.0
         self.global_state_updated.set()  # wakes the fetcher, which then finds that it is time
         self.fetched_global_progress_this_epoch.wait(timeout)
+
+    def look_while_paused(self) -> None:
+        """Fetch the others' progress in this thread, which has paused our own; no more often than that looks."""
+        if time.monotonic() - self._looked_at < self.min_refresh_period:
+            return
+        with contextlib.suppress(Exception):  # of a DHT that does not answer: what we knew stays
+            found = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(LOOK_PATIENCE)
+            self.global_progress = self._parse_swarm_progress_data(found.value)
+        self._looked_at = time.monotonic()
 
     def go_back(self, epoch: int) -> None:
         """We are at `epoch` again, having given up a state that was ahead of the others'. What was known of the swarm
@@ -272,6 +285,8 @@ class SwarmProgressTracker(ProgressTracker):
         behind = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch < own_epoch]
         self.behind = frozenset(PeerID(c.peer_id) for c in behind)
         self.num_ahead = sum(c.peer_id != own_id and c.epoch > own_epoch for c, _ in trusted.values())
+        level = [c for c, _ in trusted.values() if c.peer_id != own_id and c.epoch == own_epoch]
+        self.computing = frozenset(PeerID(c.peer_id) for c in level if c.samples_accumulated > 0)
         self.num_late = sum(c.epoch < own_epoch - 1 and c.time < now - LATE for c in behind)
         self._note_attendance([claim for claim, _ in trusted.values() if claim.peer_id != own_id], own_epoch)
         # hivemind counts records, and takes itself for alone while its own is not stored yet
