@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import msgpack
@@ -83,6 +84,13 @@ class Stub:
         return await self.averager.rpc_show_answer(request, SimpleNamespace(remote_id=STRANGER))
 
 
+def has_begun(ours: Averager, before: list, *theirs: Averager) -> bool:
+    future, stubs = Future(), dict(zip(MEMBERS, map(Stub, theirs), strict=False))
+    ours._stubs = lambda donors: stubs
+    asyncio.run(ours._look_for_round(before, [], 5.0, future))
+    return future.result(0)
+
+
 def fetch(ours: Averager, before: list, *theirs: Averager) -> bytes | None:
     return asyncio.run(ours._fetch_round(before, dict(zip(MEMBERS, map(Stub, theirs), strict=False))))
 
@@ -119,6 +127,8 @@ def test_a_round_that_is_under_way_is_told_from_one_that_nobody_knows(under_way,
         averager._under_way = read_told(held(4))
     for averager in theirs[under_way + lack :]:
         averager.log(held(4), VALUES)
+    assert has_begun(ours, held(4), *theirs) is (answer is not None)
+    assert not has_begun(ours, held(5), *theirs) and not any(tensor.any() for tensor in ours.tensors), "only asked"
     assert fetch(ours, held(4), *theirs) == answer
     assert fetch(ours, held(5), *theirs) is None
 

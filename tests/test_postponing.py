@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import TimeoutError as FutureTimeoutError  # not the built-in one on Python 3.10
 from types import SimpleNamespace
 
 import pytest
+from hivemind.averaging.control import AveragingStage
 
 from tests.lone_optimizer import (
     BROKEN_OFF,
@@ -102,6 +104,40 @@ def test_others_who_compute_for_our_epoch_still_are_waited_for(optimizer, monkey
     monkeypatch.setattr(tracker, "_looked_at", float("-inf"))
     with tracker.pause_updates():
         assert optimizer._will_others_come(waited=3.0) is comes
+
+
+@pytest.mark.parametrize("begun, alone_for, is_left", [(True, 9.0, True), (True, 0.0, False), (False, 9.0, False)])
+def test_whose_round_has_begun_without_it_waits_no_more(optimizer, monkeypatch, begun, alone_for, is_left):
+    """It waited for as long as a group may take to come together, and was late for the next one as well."""
+    averager = optimizer.grad_averager
+    monkeypatch.setattr(type(averager), "without_group", alone_for)
+    monkeypatch.setattr(averager, "has_begun", lambda told, donors, timeout: begun and told == averager.told)
+    monkeypatch.setattr(optimizer, "_will_others_come", lambda waited: True)
+    monkeypatch.setattr(optimizer, "_look_at", 0.0)
+    averager.told = optimizer.state_averager.told
+    control = LookingFor(answers_after=4)
+    if is_left:
+        with pytest.raises(FutureTimeoutError):
+            optimizer._await_round(control)
+    else:
+        assert optimizer._await_round(control) == "a round"
+    assert control.cancelled is is_left
+
+
+class LookingFor:
+    """A round's control, which finds its group when it has been asked so often."""
+
+    def __init__(self, answers_after: int):
+        self.answers_after, self.cancelled, self.stage = answers_after, False, AveragingStage.LOOKING_FOR_GROUP
+
+    def result(self, timeout: float) -> str:
+        self.answers_after -= 1
+        if self.answers_after > 0:
+            raise FutureTimeoutError
+        return "a round"
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 def test_samples_of_a_round_that_broke_off_do_not_go_into_the_next(optimizer, monkeypatch, has_round):

@@ -210,6 +210,8 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         said = {peer: one for peer, one in self._declared().items() if one.epoch == self.local_epoch}
         right = prevailing(said | read_all({own_id: averager.told}), self.local_epoch, {*said, own_id})
         logger.info(f"Made up for rounds {first} to {self.local_epoch}; the others hold the same: {own_id in right}")
+        if own_id in right:
+            self._times_postponed = 0  # they do come, and it is we who were late
         return own_id in right
 
     def _go_back(self) -> bool:

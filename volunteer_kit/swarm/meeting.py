@@ -56,10 +56,13 @@ class MeetingOptimizer(VerifyingOptimizer):
         the others have gone on without us, and what is left is to follow them.
 
         Where groups come together faster than the run allows for, nobody is looked for as long either; but who waits in
-        a group waits on, for its leader awaits others, and when it has lost its leader looks for another.
+        a group waits on, for its leader awaits others, and when it has lost its leader looks for another. Who is alone
+        for longer than groups take asks the others: if theirs has begun, it waits no more, and makes up for it later.
         """
         longest, began = IN_ALL * self.matchmaking_time, time.monotonic()
-        seconds = min(longest, max(self.matchmaking_time, GROUP_PATIENCE * self.grad_averager.patience))
+        usual = self.grad_averager.patience
+        enough = min(longest, max(self.matchmaking_time, GROUP_PATIENCE * usual))
+        seconds = min(enough, usual)
         while True:
             try:
                 return control.result(seconds)
@@ -67,10 +70,18 @@ class MeetingOptimizer(VerifyingOptimizer):
                 if control.stage not in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
                     return control.result(self.averaging_timeout)
                 waited, seconds = time.monotonic() - began, AGAIN * self.matchmaking_time
-                alone = self.grad_averager.without_group > self.matchmaking_time
-                if waited >= longest or (alone and not self._will_others_come(waited)):
+                alone = self.grad_averager.without_group
+                in_vain = alone > self.matchmaking_time and waited >= enough and not self._will_others_come(waited)
+                if waited >= longest or in_vain or (alone > usual and self._has_begun_without_us()):
                     control.cancel()
                     raise
+
+    def _has_begun_without_us(self) -> bool:
+        if not self._can_make_up or time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + self.options.refresh_period
+        donors = list(self._declared())
+        return self.grad_averager.has_begun(self.state_averager.told, donors, timeout=self.matchmaking_time)
 
     def _will_others_come(self, waited: float) -> bool:
         """Are they still in the last round, that we have behind us? Not for longer than they would wait for us. Or do

@@ -128,18 +128,44 @@ class RoundsLogged(AnswersKept):
             future.cancel()
             return None
 
+    def has_begun(self, held: list, donors: Sequence[PeerID], timeout: float) -> bool:
+        """Is the round under way, or over, that begins with what we hold? In the training process."""
+        future = MPFuture()
+        asked = [donor.to_bytes() for donor in random.sample(donors, min(len(donors), ASKED))]
+        self._outer_pipe.send(("_look_for_round", [held, asked, timeout], {"future": future}))
+        try:
+            return future.result(timeout + PATIENCE)
+        except Exception as error:
+            logger.debug(f"Nobody said whether the round has begun: {error!r}")
+            future.cancel()
+            return False
+
     async def _make_up_for(self, held: list, donors: list[bytes], timeout: float, future: MPFuture) -> None:
         name = None
         try:
-            stubs = {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
-            name = await asyncio.wait_for(self._fetch_round(held, stubs), timeout)
+            name = await asyncio.wait_for(self._fetch_round(held, self._stubs(donors)), timeout)
         except Exception as error:
             logger.info(f"A round that we missed could not be fetched: {error!r}")
         finally:
             if not future.done():
                 future.set_result(name)
 
-    async def _fetch_round(self, held: list, stubs: dict[PeerID, Any]) -> bytes | None:
+    async def _look_for_round(self, held: list, donors: list[bytes], timeout: float, future: MPFuture) -> None:
+        found = None
+        try:
+            found, _ = await asyncio.wait_for(self._ask_for_round(held, self._stubs(donors)), timeout)
+        except Exception as error:
+            logger.debug(f"Nobody said whether the round has begun: {error!r}")
+        finally:
+            if not future.done():
+                future.set_result(found is not None)
+
+    def _stubs(self, donors: list[bytes]) -> dict[PeerID, Any]:
+        return {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
+
+    async def _ask_for_round(self, held: list, stubs: dict[PeerID, Any]) -> tuple[tuple | bytes | None, set[PeerID]]:
+        """-> what most accounts say of the round that begins with what is held, or UNDER_WAY, or None; and who says
+        that."""
         request = averaging_pb2.DownloadData(metadata=msgpack.packb(held))
 
         async def ask(peer: PeerID) -> tuple[PeerID, tuple | bytes | str | None]:
@@ -164,18 +190,23 @@ class RoundsLogged(AnswersKept):
                 task.cancel()
         said = {peer: one for peer, one in told.items() if isinstance(one, tuple)}
         chosen = self._what_most_accounts_say(said)
-        if chosen is None:
-            votes = self._votes(told)
-            know = sum(count for one, count in votes.items() if one == UNDER_WAY or isinstance(one, tuple))
-            if votes[UNDER_WAY] and 2 * know > votes.total():
-                return UNDER_WAY
-            why = dict(Counter(repr(one) for one in told.values() if not isinstance(one, tuple)))
-            logger.info(f"Nobody can tell of the round that we missed: {why}, {len(said)} can")
-            return None
+        if chosen is not None:
+            return chosen, {peer for peer, one in said.items() if one == chosen}
+        votes = self._votes(told)
+        know = sum(count for one, count in votes.items() if one == UNDER_WAY or isinstance(one, tuple))
+        if votes[UNDER_WAY] and 2 * know > votes.total():
+            return UNDER_WAY, set()
+        why = dict(Counter(repr(one) for one in told.values() if not isinstance(one, tuple)))
+        logger.debug(f"Nobody can tell of the round that begins with what we hold: {why}, {len(said)} can")
+        return None, set()
+
+    async def _fetch_round(self, held: list, stubs: dict[PeerID, Any]) -> bytes | None:
+        chosen, sources = await self._ask_for_round(held, stubs)
+        if not isinstance(chosen, tuple):
+            return chosen
         exchange_id, name, counts, sizes, digest = chosen
         if sum(sizes) != self.total_size:
             raise ValueError(f"a round of {sum(sizes)} values")
-        sources = {peer for peer, one in said.items() if one == chosen}
         askings = [Asking(exchange_id, reducer, {p: stubs[p] for p in sources}) for reducer in range(len(sizes))]
         wanted = ((asking, part) for asking, count in zip(askings, counts, strict=True) for part in range(count))
         reducers = (reducer for reducer, count in enumerate(counts) for _ in range(count))  # of these
