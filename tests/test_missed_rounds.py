@@ -85,7 +85,9 @@ class Stub:
 
 
 def has_begun(ours: Averager, before: list, *theirs: Averager) -> bool:
-    future, stubs = Future(), dict(zip(MEMBERS, map(Stub, theirs), strict=False))
+    """:param theirs: None: one that does not answer"""
+    future, peers = Future(), (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(len(theirs)))
+    stubs = dict(zip(peers, map(Stub, theirs), strict=True))
     ours._stubs = lambda donors: stubs
     asyncio.run(ours._look_for_round(before, [], 5.0, future))
     return future.result(0)
@@ -127,7 +129,7 @@ def test_a_round_that_is_under_way_is_told_from_one_that_nobody_knows(under_way,
         averager._under_way = read_told(held(4))
     for averager in theirs[under_way + lack :]:
         averager.log(held(4), VALUES)
-    assert has_begun(ours, held(4), *theirs) is (answer is not None)
+    assert has_begun(ours, held(4), *theirs, None, None) is (answer is not None), "two that are cut off say nothing"
     assert not has_begun(ours, held(5), *theirs) and not any(tensor.any() for tensor in ours.tensors), "only asked"
     assert fetch(ours, held(4), *theirs) == answer
     assert fetch(ours, held(5), *theirs) is None

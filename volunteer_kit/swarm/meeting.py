@@ -56,8 +56,8 @@ class MeetingOptimizer(VerifyingOptimizer):
         the others have gone on without us, and what is left is to follow them.
 
         Where groups come together faster than the run allows for, nobody is looked for as long either; but who waits in
-        a group waits on, for its leader awaits others, and when it has lost its leader looks for another. Who is alone
-        for longer than groups take asks the others: if theirs has begun, it waits no more, and makes up for it later.
+        a group waits on, for its leader awaits others, and when it has lost its leader looks for another. Who waits for
+        longer than groups take asks others: if their round has begun, it waits no more, and makes up for it later.
         """
         longest, began = IN_ALL * self.matchmaking_time, time.monotonic()
         usual = self.grad_averager.patience
@@ -70,9 +70,9 @@ class MeetingOptimizer(VerifyingOptimizer):
                 if control.stage not in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
                     return control.result(self.averaging_timeout)
                 waited, seconds = time.monotonic() - began, AGAIN * self.matchmaking_time
-                alone = self.grad_averager.without_group
-                in_vain = alone > self.matchmaking_time and waited >= enough and not self._will_others_come(waited)
-                if waited >= longest or in_vain or (alone > usual and self._has_begun_without_us()):
+                alone = self.grad_averager.without_group > self.matchmaking_time
+                in_vain = alone and waited >= enough and not self._will_others_come(waited)
+                if waited >= longest or in_vain or self._has_begun_without_us():
                     control.cancel()
                     raise
 

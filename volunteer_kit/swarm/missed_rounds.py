@@ -151,26 +151,29 @@ class RoundsLogged(AnswersKept):
                 future.set_result(name)
 
     async def _look_for_round(self, held: list, donors: list[bytes], timeout: float, future: MPFuture) -> None:
-        found = None
+        begun = False
         try:
-            found, _ = await asyncio.wait_for(self._ask_for_round(held, self._stubs(donors)), timeout)
+            votes = self._votes(await self._ask_for_round(held, self._stubs(donors), timeout))
+            begun = _know(votes) > votes[LACKS]  # who is cut off at this moment says nothing
         except Exception as error:
             logger.debug(f"Nobody said whether the round has begun: {error!r}")
         finally:
             if not future.done():
-                future.set_result(found is not None)
+                future.set_result(begun)
 
     def _stubs(self, donors: list[bytes]) -> dict[PeerID, Any]:
         return {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
 
-    async def _ask_for_round(self, held: list, stubs: dict[PeerID, Any]) -> tuple[tuple | bytes | None, set[PeerID]]:
-        """-> what most accounts say of the round that begins with what is held, or UNDER_WAY, or None; and who says
-        that."""
+    async def _ask_for_round(
+        self, held: list, stubs: dict[PeerID, Any], patience: float = PATIENCE
+    ) -> dict[PeerID, tuple | bytes | str | None]:
+        """What these say of the round that begins with what is held: what is known of it, UNDER_WAY or LACKS, or what
+        went wrong; until most accounts have said the same."""
         request = averaging_pb2.DownloadData(metadata=msgpack.packb(held))
 
         async def ask(peer: PeerID) -> tuple[PeerID, tuple | bytes | str | None]:
             try:
-                told = (await asyncio.wait_for(stubs[peer].rpc_show_round(request), PATIENCE)).metadata
+                told = (await asyncio.wait_for(stubs[peer].rpc_show_round(request), patience)).metadata
                 return peer, told if told in (LACKS, UNDER_WAY) else _read_round(told)
             except Exception as error:
                 return peer, repr(error)
@@ -188,25 +191,23 @@ class RoundsLogged(AnswersKept):
         finally:
             for task in asked:
                 task.cancel()
-        said = {peer: one for peer, one in told.items() if isinstance(one, tuple)}
-        chosen = self._what_most_accounts_say(said)
-        if chosen is not None:
-            return chosen, {peer for peer, one in said.items() if one == chosen}
-        votes = self._votes(told)
-        know = sum(count for one, count in votes.items() if one == UNDER_WAY or isinstance(one, tuple))
-        if votes[UNDER_WAY] and 2 * know > votes.total():
-            return UNDER_WAY, set()
-        why = dict(Counter(repr(one) for one in told.values() if not isinstance(one, tuple)))
-        logger.debug(f"Nobody can tell of the round that begins with what we hold: {why}, {len(said)} can")
-        return None, set()
+        return told
 
     async def _fetch_round(self, held: list, stubs: dict[PeerID, Any]) -> bytes | None:
-        chosen, sources = await self._ask_for_round(held, stubs)
-        if not isinstance(chosen, tuple):
-            return chosen
+        told = await self._ask_for_round(held, stubs)
+        said = {peer: one for peer, one in told.items() if isinstance(one, tuple)}
+        chosen = self._what_most_accounts_say(said)
+        if chosen is None:
+            votes = self._votes(told)
+            if votes[UNDER_WAY] and 2 * _know(votes) > votes.total():
+                return UNDER_WAY
+            why = dict(Counter(repr(one) for one in told.values() if not isinstance(one, tuple)))
+            logger.info(f"Nobody can tell of the round that we missed: {why}, {len(said)} can")
+            return None
         exchange_id, name, counts, sizes, digest = chosen
         if sum(sizes) != self.total_size:
             raise ValueError(f"a round of {sum(sizes)} values")
+        sources = {peer for peer, one in said.items() if one == chosen}
         askings = [Asking(exchange_id, reducer, {p: stubs[p] for p in sources}) for reducer in range(len(sizes))]
         wanted = ((asking, part) for asking, count in zip(askings, counts, strict=True) for part in range(count))
         reducers = (reducer for reducer, count in enumerate(counts) for _ in range(count))  # of these
@@ -245,6 +246,11 @@ class RoundsLogged(AnswersKept):
         votes = self._votes(said).most_common(1)
         least = 1 if self.doorkeeper.is_open else LEAST_ACCOUNTS
         return votes[0][0] if votes and votes[0][1] >= least else None
+
+
+def _know(votes: Counter) -> int:
+    """Accounts for which the round has begun."""
+    return sum(count for one, count in votes.items() if one == UNDER_WAY or isinstance(one, tuple))
 
 
 def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...], tuple[int, ...], bytes] | None:
