@@ -259,6 +259,19 @@ def test_who_may_go_on_alone(first, looks, alone, cut_off, monkeypatch):
         reach.close()
 
 
+def test_what_was_said_some_seconds_ago_is_not_enough_to_go_on_alone(monkeypatch):
+    """A line that is cut loses all others' records at once, and the last answer is a few seconds old."""
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD", 1e6)
+    monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD_SILENT", 1e6)
+    reach = Reach(NoDht([B], SILENT, HERE))
+    try:
+        reach._answered_at = time.monotonic() - 3.0
+        assert reach.is_connected() and not reach.may_go_alone()
+        assert reach.may_go_alone(), "somebody answers again"
+    finally:
+        reach.close()
+
+
 def test_who_is_told_to_goes_on_alone_after_long_silence(monkeypatch):
     """A fine-tune of two, one of whom has gone home."""
     monkeypatch.setattr("volunteer_kit.swarm.reach.PERIOD", 1e6)

@@ -317,7 +317,7 @@ def test_a_group_of_fewer_than_half_of_it_ask_for_is_left_by_all(peers, least, i
     """Three that are cut off from five would come to what is nobody else's. One stranger keeps nobody from a round."""
     with averagers(peers[:2], f"few {least}", None) as members:
         for member, number in zip(members, least, strict=True):
-            member.least_group_size = number
+            member.least_group_size, member.expected_group_size = number, 2 if is_left else 3
         for i, (control, member) in enumerate(zip(begin(members, allow_retries=False), members, strict=True)):
             if is_left:
                 with pytest.raises(MatchmakingException, match="a group of 2") as failed:
@@ -326,6 +326,18 @@ def test_a_group_of_fewer_than_half_of_it_ask_for_is_left_by_all(peers, least, i
                 assert torch.equal(values(member), torch.full((4000,), float(i)))
             else:
                 assert len(control.result(50).group) == 2
+
+
+def test_a_leader_of_too_few_waits_for_more(peers):
+    """Eight that had come into groups of three and four left them all, looked again, and came into as small ones."""
+    with averagers(peers, "more", None) as members:
+        for member in members:
+            member.least_group_size = member.expected_group_size = 3
+        early = begin(members[:2], allow_retries=False)
+        with pytest.raises(TimeoutError):
+            early[0].result(4.5)  # longer than what a leader says it waits
+        late = members[2].step(gather=members[2].to_tell(2), wait=False, timeout=60)
+        assert [len(control.result(50).group) for control in (*early, late)] == [3, 3, 3]
 
 
 def test_honest_leaders_are_not_accused(peers):

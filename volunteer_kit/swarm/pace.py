@@ -48,15 +48,19 @@ class Pace:
         return with_pace(entry, self._serializer, bandwidth, seconds, self._late.named, self.mark, self.least)
 
     def _entries(self, group: GroupInfo) -> list[Entry]:
-        return [read_entry(data, self._serializer) or UNUSABLE for data in group.gathered]
+        return self._read(group.gathered)
+
+    def _read(self, told: Sequence[bytes]) -> list[Entry]:
+        return [read_entry(data, self._serializer) or UNUSABLE for data in told]
 
     def is_marked_alike(self, group: GroupInfo) -> bool:
         """Has the last round left the same with all members?"""
         return {entry.mark for entry in self._entries(group)} == {self.mark} != {b""}
 
-    def are_too_few(self, group: GroupInfo) -> bool:
-        """By what half of its members think at least, so that one stranger's word keeps nobody from a round."""
-        return group.group_size < median_low(entry.least for entry in self._entries(group))
+    def are_too_few(self, told: Sequence[bytes]) -> bool:
+        """By what half of those who have `told` this think at least, so that one stranger's word keeps nobody from a
+        round."""
+        return len(told) < median_low(entry.least for entry in self._read(told))
 
     def exchange_seconds(self, group: GroupInfo) -> float | None:
         """This group's deadline for its exchange."""

@@ -30,7 +30,7 @@ from volunteer_kit.swarm.admission import NotAdmitted
 logger = get_logger(__name__)
 PERIOD, PERIOD_SILENT = 5.0, 2.0  # s between looks: while somebody answers, and while nobody does
 ANSWER_WITHIN = 4.0  # s; two busy cores and a full home link answer slower than 1 s at times
-FRESH = 8.0  # s that an answer is believed
+FRESH, LATELY = 8.0, 1.0  # s that an answer is believed; and where an epoch's samples depend on it
 HANG_UP_AFTER = 4  # looks in a row without an answer: a busy machine alone is slow to answer too
 ASKED_AT_ONCE = 4  # peers
 DIALLED_AT_ONCE = 8  # addresses
@@ -78,12 +78,15 @@ class Reach:
         return time.monotonic() - self._answered_at <= FRESH
 
     def may_go_alone(self) -> bool:
-        """Is it the swarm that is empty, not our line that is dead?
+        """Is it the swarm that is empty, not our line that is dead? What was said some seconds ago is not enough: all
+        others' records are lost at once when the line is.
 
         Who was told of others needs one of them to say so. The first peer of a swarm needs nobody before it has met
         others; afterwards it stays alone when a machine of one that it met refuses its call: so its own line works.
         """
-        return self.is_connected() or self._may_be_alone
+        if time.monotonic() - self._answered_at > LATELY:
+            self._look(not_before=time.monotonic())
+        return self._silent_looks == 0 or self._may_be_alone
 
     @property
     def cut_off(self) -> str | None:

@@ -179,7 +179,8 @@ class WaryMatchmaking(Matchmaking):
     leader: PeerID | None = None
     on_group: Callable[[], None] = staticmethod(lambda: None)  # called again and again while somebody waits with us
     awaited_group_size: Callable[[], int] = staticmethod(lambda: 0)  # members that come for certain
-    are_too_few: Callable[[GroupInfo], bool] = staticmethod(lambda group: False)
+    # by what these have told: data_for_gather of each
+    are_too_few: Callable[[Sequence[bytes]], bool] = staticmethod(lambda told: False)
 
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
@@ -192,6 +193,20 @@ class WaryMatchmaking(Matchmaking):
         self._declared_until = 0.0  # DHT time, the latest that we have told
         self._declare = self.group_key_manager.declare_averager
         self.group_key_manager.declare_averager = self._declare_and_note
+
+    @property
+    def min_group_size(self) -> int:
+        """That a leader assembles. One of too few would be left by all in it; while it waits, its members and another
+        leader's come together."""
+        least, step = self._min_group_size, self.step_control
+        if step is None or not self.current_followers:
+            return least
+        told = [step.data_for_gather, *(request.gather for request in self.current_followers.values())]
+        return max(least, len(told) + 1) if self.are_too_few(told) else least
+
+    @min_group_size.setter
+    def min_group_size(self, size: int) -> None:
+        self._min_group_size = size
 
     async def _declare_and_note(self, group_key: str, peer_id: PeerID, expiration_time: float, **kwargs) -> bool:
         self._declared_until = max(self._declared_until, expiration_time)
@@ -227,7 +242,7 @@ class WaryMatchmaking(Matchmaking):
             self.patience.failed((expected - group.group_size) / expected)
         if group is None or step.done():  # nobody awaits us then, and what we raised would be printed as a traceback
             return group
-        if self.are_too_few(group):  # all its members read the same, and leave it together
+        if self.are_too_few(group.gathered):  # all its members read the same, and leave it together
             raise TooFew(f"a group of {group.group_size}")
         return group
 
