@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import msgpack
@@ -84,13 +83,10 @@ class Stub:
         return await self.averager.rpc_show_answer(request, SimpleNamespace(remote_id=STRANGER))
 
 
-def has_begun(ours: Averager, before: list, *theirs: Averager) -> bool:
+def has_begun(ours: Averager, before: list, *theirs: Averager | None) -> bool:
     """:param theirs: None: one that does not answer"""
-    future, peers = Future(), (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(len(theirs)))
-    stubs = dict(zip(peers, map(Stub, theirs), strict=True))
-    ours._stubs = lambda donors: stubs
-    asyncio.run(ours._look_for_round(before, [], 5.0, future))
-    return future.result(0)
+    peers = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(len(theirs)))
+    return asyncio.run(ours._look_for_round(before, dict(zip(peers, map(Stub, theirs), strict=True))))
 
 
 def fetch(ours: Averager, before: list, *theirs: Averager) -> bytes | None:
@@ -204,9 +200,11 @@ def test_in_a_run_that_knows_accounts_two_must_agree():
     ours.doorkeeper = SimpleNamespace(is_open=False, account_of=accounts.get)
     assert fetch(ours, held(4), first) is None
     assert fetch(ours, held(4), first, second) is None, "two peers of one account"
+    assert not has_begun(ours, held(4), first, second), "nor does one account call us away from a group"
     accounts[MEMBERS[1]] = None
     assert fetch(ours, held(4), first, second) is None, "nobody knows whose it is"
     accounts[MEMBERS[1]] = b"bob"
+    assert has_begun(ours, held(4), first, second)
     assert fetch(ours, held(4), first, second) == b"round"
 
 

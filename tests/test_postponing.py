@@ -112,7 +112,7 @@ def test_whose_round_has_begun_without_it_waits_no_more(optimizer, monkeypatch, 
     were waiting with each other for a majority did, too."""
     averager = optimizer.grad_averager
     monkeypatch.setattr(type(averager), "without_group", 0.0)
-    monkeypatch.setattr(averager, "has_begun", lambda told, donors, timeout: begun and told == averager.told)
+    monkeypatch.setattr(averager, "has_begun", lambda told, donors: begun and told == averager.told)
     monkeypatch.setattr(optimizer, "_will_others_come", lambda waited: True)
     monkeypatch.setattr(optimizer, "_look_at", 0.0)
     averager.told = optimizer.state_averager.told

@@ -80,8 +80,7 @@ class MeetingOptimizer(VerifyingOptimizer):
         if not self._can_make_up or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + self.options.refresh_period
-        donors = list(self._declared())
-        return self.grad_averager.has_begun(self.state_averager.told, donors, timeout=self.matchmaking_time)
+        return self.grad_averager.has_begun(self.state_averager.told, list(self._declared()))
 
     def _will_others_come(self, waited: float) -> bool:
         """Are they still in the last round, that we have behind us? Not for longer than they would wait for us. Or do

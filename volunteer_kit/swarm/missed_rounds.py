@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 MAX_ROUNDS, MAX_BYTES = 64, 64 * 2**20  # that one peer keeps, and one round at least, whatever its size
 ASKED = 5  # members at once
 LEAST_ACCOUNTS = 2  # that tell the same, in a run that knows accounts
-PATIENCE = 10.0  # s, for their answers
+PATIENCE, LOOK_PATIENCE = 10.0, 2.0  # s, for their answers; and where a group is looked for meanwhile
 MAX_NAME = 4096  # bytes of what a round is called
 NOT_OURS = -1  # place in the group of who was not in it
 LACKS, UNDER_WAY = b"lacks", b"under way"  # answers, where there is no round to tell of
@@ -118,51 +118,38 @@ class RoundsLogged(AnswersKept):
     def make_up_for(self, held: list, donors: Sequence[PeerID], timeout: float) -> bytes | None:
         """Fetch the averages of the round that began with what we hold, into our own averaged tensors; in the training
         process. :returns: the round's name; UNDER_WAY: it is not over yet; None: nobody has it."""
+        return self._learn("_fetch_round", held, donors, timeout)
+
+    def has_begun(self, held: list, donors: Sequence[PeerID]) -> bool:
+        """Is the round under way, or over, that begins with what we hold? In the training process."""
+        return bool(self._learn("_look_for_round", held, donors, timeout=2 * LOOK_PATIENCE))
+
+    def _learn(self, call: str, held: list, donors: Sequence[PeerID], timeout: float) -> Any:
+        """What a call in the averager's process finds, with ASKED of the donors; None: nothing within `timeout` s."""
         future = MPFuture()
         asked = [donor.to_bytes() for donor in random.sample(donors, min(len(donors), ASKED))]
-        self._outer_pipe.send(("_make_up_for", [held, asked, timeout], {"future": future}))
+        self._outer_pipe.send(("_learn_within", [call, held, asked, timeout], {"future": future}))
         try:
             return future.result(timeout + PATIENCE)
         except Exception as error:
-            logger.info(f"No round was made up for: {error!r}")
+            logger.info(f"Nothing was learnt of a round: {error!r}")
             future.cancel()
             return None
 
-    def has_begun(self, held: list, donors: Sequence[PeerID], timeout: float) -> bool:
-        """Is the round under way, or over, that begins with what we hold? In the training process."""
-        future = MPFuture()
-        asked = [donor.to_bytes() for donor in random.sample(donors, min(len(donors), ASKED))]
-        self._outer_pipe.send(("_look_for_round", [held, asked, timeout], {"future": future}))
+    async def _learn_within(self, call: str, held: list, donors: list[bytes], timeout: float, future: MPFuture) -> None:
+        found = None
         try:
-            return future.result(timeout + PATIENCE)
+            stubs = {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
+            found = await asyncio.wait_for(getattr(self, call)(held, stubs), timeout)
         except Exception as error:
-            logger.debug(f"Nobody said whether the round has begun: {error!r}")
-            future.cancel()
-            return False
-
-    async def _make_up_for(self, held: list, donors: list[bytes], timeout: float, future: MPFuture) -> None:
-        name = None
-        try:
-            name = await asyncio.wait_for(self._fetch_round(held, self._stubs(donors)), timeout)
-        except Exception as error:
-            logger.info(f"A round that we missed could not be fetched: {error!r}")
+            logger.info(f"{call} of a round that we are not in: {error!r}")
         finally:
             if not future.done():
-                future.set_result(name)
+                future.set_result(found)
 
-    async def _look_for_round(self, held: list, donors: list[bytes], timeout: float, future: MPFuture) -> None:
-        begun = False
-        try:
-            votes = self._votes(await self._ask_for_round(held, self._stubs(donors), timeout))
-            begun = _know(votes) > votes[LACKS]  # who is cut off at this moment says nothing
-        except Exception as error:
-            logger.debug(f"Nobody said whether the round has begun: {error!r}")
-        finally:
-            if not future.done():
-                future.set_result(begun)
-
-    def _stubs(self, donors: list[bytes]) -> dict[PeerID, Any]:
-        return {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
+    async def _look_for_round(self, held: list, stubs: dict[PeerID, Any]) -> bool:
+        votes = self._votes(await self._ask_for_round(held, stubs, LOOK_PATIENCE))
+        return _know(votes) >= self._least_accounts and _know(votes) > votes[LACKS]  # who is cut off says nothing
 
     async def _ask_for_round(
         self, held: list, stubs: dict[PeerID, Any], patience: float = PATIENCE
@@ -244,8 +231,11 @@ class RoundsLogged(AnswersKept):
     def _what_most_accounts_say(self, said: dict[PeerID, tuple]) -> tuple | None:
         """None: nobody says anything, or, in a run that knows accounts, nobody but one."""
         votes = self._votes(said).most_common(1)
-        least = 1 if self.doorkeeper.is_open else LEAST_ACCOUNTS
-        return votes[0][0] if votes and votes[0][1] >= least else None
+        return votes[0][0] if votes and votes[0][1] >= self._least_accounts else None
+
+    @property
+    def _least_accounts(self) -> int:
+        return 1 if self.doorkeeper.is_open else LEAST_ACCOUNTS
 
 
 def _know(votes: Counter) -> int:

@@ -47,31 +47,28 @@ class Pace:
         seconds = self.exchange.learnt if self.exchange is not None else None
         return with_pace(entry, self._serializer, bandwidth, seconds, self._late.named, self.mark, self.least)
 
-    def _entries(self, group: GroupInfo) -> list[Entry]:
-        return self._read(group.gathered)
-
-    def _read(self, told: Sequence[bytes]) -> list[Entry]:
+    def _entries(self, told: Sequence[bytes]) -> list[Entry]:
         return [read_entry(data, self._serializer) or UNUSABLE for data in told]
 
     def is_marked_alike(self, group: GroupInfo) -> bool:
         """Has the last round left the same with all members?"""
-        return {entry.mark for entry in self._entries(group)} == {self.mark} != {b""}
+        return {entry.mark for entry in self._entries(group.gathered)} == {self.mark} != {b""}
 
     def are_too_few(self, told: Sequence[bytes]) -> bool:
         """By what half of those who have `told` this think at least, so that one stranger's word keeps nobody from a
         round."""
-        return len(told) < median_low(entry.least for entry in self._read(told))
+        return len(told) < median_low(entry.least for entry in self._entries(told))
 
     def exchange_seconds(self, group: GroupInfo) -> float | None:
         """This group's deadline for its exchange."""
         if self.exchange is None:
             return None
-        told = [entry.seconds for entry in self._entries(group)]
+        told = [entry.seconds for entry in self._entries(group.gathered)]
         return agreed(told, self.exchange.floor, self.exchange.ceiling)
 
     def proportions(self, group: GroupInfo, bandwidths: Sequence[float | None]) -> list[float | None]:
         """Of the work, from the bandwidths that the members told; 0 for clients."""
-        late = late_by_most(group.peer_ids, [entry.late for entry in self._entries(group)])
+        late = late_by_most(group.peer_ids, [entry.late for entry in self._entries(group.gathered)])
         return in_proportion(bandwidths, late)
 
     def over(self, runner: SwarmAllReduce, own_id: PeerID) -> None:

@@ -172,8 +172,10 @@ class SwarmProgressTracker(ProgressTracker):
         """Fetch the others' progress in this thread, which has paused our own; no more often than that looks."""
         if time.monotonic() - self._looked_at < self.min_refresh_period:
             return
-        with contextlib.suppress(Exception):  # of a DHT that does not answer: what we knew stays
+        found = None
+        with contextlib.suppress(Exception):  # of a DHT that does not answer
             found = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(LOOK_PATIENCE)
+        if found is not None:  # else what we knew stays
             self.global_progress = self._parse_swarm_progress_data(found.value)
         self._looked_at = time.monotonic()
 

@@ -30,7 +30,7 @@ from volunteer_kit.swarm.admission import NotAdmitted
 logger = get_logger(__name__)
 PERIOD, PERIOD_SILENT = 5.0, 2.0  # s between looks: while somebody answers, and while nobody does
 ANSWER_WITHIN = 4.0  # s; two busy cores and a full home link answer slower than 1 s at times
-FRESH, LATELY = 8.0, 1.0  # s that an answer is believed; and where an epoch's samples depend on it
+LATELY = 1.0  # s that an answer is believed
 HANG_UP_AFTER = 4  # looks in a row without an answer: a busy machine alone is slow to answer too
 ASKED_AT_ONCE = 4  # peers
 DIALLED_AT_ONCE = 8  # addresses
@@ -70,12 +70,6 @@ class Reach:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="reach", daemon=True)
         self._thread.start()
-
-    def is_connected(self) -> bool:
-        """Did somebody answer just now? Looks, which takes seconds, only if nobody has for some seconds."""
-        if time.monotonic() - self._answered_at > FRESH:
-            self._look(not_before=time.monotonic())
-        return time.monotonic() - self._answered_at <= FRESH
 
     def may_go_alone(self) -> bool:
         """Is it the swarm that is empty, not our line that is dead? What was said some seconds ago is not enough: all
@@ -142,8 +136,7 @@ class Reach:
         could_look, found = found is not None, found or Look()
         if found.answered:
             self._met, self._silent_looks = True, 0
-            # as of when it was asked, unless it took so long that nothing would ever be fresh
-            self._answered_at = max(began, self._looked_at - FRESH / 2)
+            self._answered_at = began  # as of when it was asked
         else:
             self._silent_looks += 1
         there = could_look and (found.refused or not found.silent)

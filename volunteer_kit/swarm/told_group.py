@@ -185,6 +185,7 @@ class WaryMatchmaking(Matchmaking):
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
         self._misquoted: deque[bytes] = deque(maxlen=16)  # ids of groups
+        self._counted, self._are_too_few = (), False  # what we and our followers have told, and what follows
         super().__init__(*args, **kwargs)
         self._longest_request = self.request_timeout
         self._matchmaking_time = self.min_matchmaking_time
@@ -201,8 +202,10 @@ class WaryMatchmaking(Matchmaking):
         least, step = self._min_group_size, self.step_control
         if step is None or not self.current_followers:
             return least
-        told = [step.data_for_gather, *(request.gather for request in self.current_followers.values())]
-        return max(least, len(told) + 1) if self.are_too_few(told) else least
+        told = (step.data_for_gather, *(request.gather for request in self.current_followers.values()))
+        if told != self._counted:  # they are strangers' words, and this is asked twenty times a second
+            self._counted, self._are_too_few = told, self.are_too_few(told)
+        return max(least, len(told) + 1) if self._are_too_few else least
 
     @min_group_size.setter
     def min_group_size(self, size: int) -> None:
