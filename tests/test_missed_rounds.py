@@ -131,6 +131,15 @@ def test_a_round_that_is_under_way_is_told_from_one_that_nobody_knows(under_way,
     assert fetch(ours, held(5), *theirs) is None
 
 
+@pytest.mark.parametrize("words", [b"", b"\xc1", b"lack", msgpack.packb([b"", b"", [1], [], b""]), msgpack.packb({})])
+def test_what_a_stranger_says_that_is_no_answer_calls_nobody_away(words):
+    """One waits for a group meanwhile, and would leave it."""
+    theirs = [Averager() for _ in range(3)]
+    for averager in theirs[1:]:
+        averager.rpc_show_round = lambda request, context: asyncio.sleep(0, SimpleNamespace(metadata=words))
+    assert not has_begun(Averager(), held(4), *theirs)
+
+
 def test_peers_of_one_account_do_not_break_off_the_asking():
     """They answer first; two honest accounts come later."""
     ours, liar, honest = Averager(), Averager(), Averager()
