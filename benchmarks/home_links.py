@@ -1,7 +1,7 @@
 """How much of their time do devices compute for the swarm, behind home lines? The kit at three kinds of lines, and at
 20/10 Mbit/s beside plain hivemind and DDP; there with smaller batches and with local steps as well.
 
-    python benchmarks/home_links.py                                    some 25 minutes
+    python benchmarks/home_links.py                                    some 40 minutes
     python benchmarks/home_links.py --only kit --seconds 40            the kit's rows alone
     python benchmarks/home_links.py --swarm grad_compression=sparse
     python benchmarks/home_links.py --full                             longer; stored under benchmarks/results/
@@ -47,7 +47,7 @@ AT_20_10 = ("20_10", SMALL, STEPPING)
 # Matchmaking and DHT send as many bytes for a small model: behind lines narrowed for 4 M parameters from 1 Mbit/s they
 # were all that had room, so that line is measured as it is
 MODEL, MODEL_OF = "4m", {"5_1": "12.5m"}
-OTHERS_SHARE = 4 / 5  # of a trial's seconds, for one of another system
+OTHERS_SHARE = 3 / 4  # of a trial's seconds, for one of another system
 STOCK = {"float16": {}, "uniform8": {}, "powersgd": {"rank": 4}}
 PATIENCE, MATCHMAKING = 0.5, 3.0  # of plain hivemind's timeouts, times the run's
 RESULTS = Path(__file__).with_name("results")
@@ -151,7 +151,7 @@ def figures(found: list[Outcome]) -> dict:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=50, help="of each trial, measured")
+    parser.add_argument("--seconds", type=float, default=60, help="of each trial, measured")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--model", choices=MODELS, help=f"of all trials; {MODEL}, and by line {MODEL_OF}")
     parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")

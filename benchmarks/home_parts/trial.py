@@ -21,7 +21,7 @@ MICROBATCHES = 32  # of each device in an epoch: as short beside matchmaking as 
 LEAST_BURST = 16.0  # kB; ten packets
 BURST_SECONDS = 0.002  # of a fast line; the kernel's timers are not finer
 WARM_UP = 2  # epochs, of the slowest worker, that are not counted: the first rounds begin when the workers do
-WARM_UP_PATIENCE = 60.0  # s; a system that has not made its first epochs by then is measured as it is
+WARM_UP_PATIENCE = 90.0  # s; a system that has not made its first epochs by then is measured as it is
 REFRESH = 1.5  # s; the kit's own is 0.5 at most, and dilated looks fill lines: see material.py
 LEAST_STEPS = 2  # of each worker, for which a trial may take twice its time; the kit's next one tells a step's fate
 
