@@ -1,6 +1,6 @@
 """The budget of "Training Transformers Together", measured: how many bytes does a sample cost on the wire?
 
-    python benchmarks/budget.py                 both parts, some 30 minutes
+    python benchmarks/budget.py                 both parts, some 35 minutes
     python benchmarks/budget.py --only wire     bytes and times alone
     python benchmarks/budget.py --only loss     trainings alone
     python benchmarks/budget.py --full          more samples, and 8 peers; stored under benchmarks/results/
