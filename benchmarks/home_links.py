@@ -174,7 +174,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options, found = arguments(), []
-    chosen = [trial for trial in trials(options) if any(words in trial.name for words in options.only or [""])]
+    known = list(trials(options))
+    chosen = [trial for trial in known if any(words in trial.name for words in options.only or [""])]
+    if not chosen:
+        names = "\n".join(f"  {trial.name}" for trial in known)
+        raise SystemExit(f"No trial's name contains {' or '.join(map(repr, options.only))}. There are:\n{names}")
     first = chosen[0]
     waits = {name: s for name, s in first.run()["swarm"].items() if "time" in name or "expiration" in name}
     scale = line_scale(first.run(), options.dilation)

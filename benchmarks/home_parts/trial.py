@@ -16,6 +16,7 @@ from benchmarks.home_parts.ledger import Account
 from benchmarks.home_parts.material import EPOCH, line_scale, make_pool, make_run, speeds_apart
 from benchmarks.home_parts.swarm import HomeSwarm, pressure
 from benchmarks.netlab import Line
+from volunteer_kit.runs import load_run
 
 MICROBATCHES = 32  # of each device in an epoch: as short beside matchmaking as a real one is
 LEAST_BURST = 16.0  # kB; ten packets
@@ -70,7 +71,9 @@ class Trial:
         return [scaled(line, scale) for line in self.lines]
 
     def settings(self, folder: Path) -> dict[str, Any]:
+        """Of all workers. Raises RunError."""
         run = self.run()
+        load_run(run)
         make_pool(run, folder / "pool.safetensors")
         pool = str(folder / "pool.safetensors")
         return {
@@ -164,7 +167,7 @@ only; kB/sample: sent, for each applied sample"""
 
 
 def perform(trial: Trial, keep: Path | None = None) -> Outcome:
-    """Raises NoNetlab; SystemExit if a worker does not start, or ends.
+    """Raises NoNetlab; RunError; SystemExit if a worker does not start, or ends.
 
     :param keep: a folder for the workers' events and logs
     """

@@ -1,4 +1,4 @@
-"""How a benchmark behind lines ends: with its figures, or with the reason why there are no lines here."""
+"""How a benchmark behind lines ends: with its figures, or with the reason why it cannot begin."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.netlab_parts.kernel import NoNetlab
+from volunteer_kit.run_reader import RunError
 
 
 def end_with(main: Callable[[], int]) -> None:
-    """Run it; where there are no namespaces or shapers, a sentence says so."""
+    """Run it; where there are no namespaces or shapers, or --swarm is wrong, a sentence says so."""
     try:
         sys.exit(main())
-    except NoNetlab as e:
+    except (NoNetlab, RunError) as e:
         sys.exit(str(e))
 
 
