@@ -75,7 +75,11 @@ MISTAKES = [
     ("image_tokenizer: scenes32", "image_tokenizer: vqgan-f8-8192", "num_image_tokens", ["makes 8192 codes"]),
     ("text_tokenizer: words", "text_tokenizer: wrds", "text_tokenizer", ["wrds"]),
     ("run_id: mine", "run_id: a b", "run_id", ["'a b'"]),
-]
+    (
+        "  matchmaking_time: 2.0", "  matchmaking_time: 2.0\n  grad_compression: zip", "grad_compression",
+        ["swarm.grad_compression is 'zip', but", "'uniform8'", "'sparse'", "'powersgd'"],
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "key", "words"), MISTAKES, ids=[m[1].strip() for m in MISTAKES])

@@ -59,9 +59,9 @@ class SwarmConfig(BaseModel):
     delay_grad_averaging: bool = False
     # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
     # powersgd: matrices of rank `grad_rank` in their place, in `small_compression`.
-    grad_compression: Codec | LossyCodec | Literal["powersgd"] = "blockwise8"
+    grad_compression: Literal[Codec, LossyCodec, "powersgd"] = "blockwise8"
     state_compression: Codec = "uniform8"
-    small_compression: Codec | LossyCodec = "float16"
+    small_compression: Literal[Codec, LossyCodec] = "float16"
     # Share of a tensor's values that `sparse` sends, the largest; what is left over is added to the next round's. Lower
     # it for slower lines: it takes 1 / density rounds until all of a gradient has come. That is a momentum of its own:
     # with the first of the optimizer's betas at 0.5, and twice the lr, the loss was that of dense gradients.
