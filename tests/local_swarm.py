@@ -17,6 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
+def is_whole(event: dict, members: int = 3) -> bool:
+    """A round of all `members`, in which what each gave counted: who came last may be out of step for a while."""
+    return event["event"] == "epoch" and event["group_size"] == members and not (event["refused"] or event["failure"])
+
+
 class LocalPeer:
     """One process of tests/swarm_peer.py, or of another module that speaks as it does."""
 
@@ -76,6 +81,12 @@ class LocalPeer:
         """An applied step at `epoch` or later, in a group of at least `group_size`."""
         return self.wait_for(
             lambda e: e["event"] == "epoch" and e["epoch"] >= epoch and e["group_size"] >= group_size, timeout
+        )
+
+    def wait_whole(self, members: int = 3, times: int = 2, timeout: float = 90.0) -> None:
+        """Rounds of all, in step, `times` of them: see `is_whole`."""
+        self.wait_for(
+            lambda e: is_whole(e, members) and sum(is_whole(each, members) for each in self.events) >= times, timeout
         )
 
     def story(self) -> str:

@@ -11,7 +11,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 
-from tests.local_swarm import local_swarm
+from tests.local_swarm import is_whole, local_swarm
 from volunteer_kit.run_sections import SwarmConfig
 from volunteer_kit.run_sizes import step_bytes
 from volunteer_kit.runs import load_run
@@ -163,15 +163,11 @@ def test_what_was_left_out_outlives_a_restart_and_a_lost_round(tmp_path):
         assert torch.allclose(tensor, expected, atol=1e-5)
 
 
-def is_whole(event: dict) -> bool:
-    return event["event"] == "epoch" and event["group_size"] == 3 and not (event["refused"] or event["failure"])
-
-
 def test_real_peers_stay_equal_and_learn(tmp_path):
     with local_swarm(tmp_path) as swarm:
         peers = [swarm.add(grad_codec="float16", grad_rank=RANK, client_mode=number == 2) for number in range(3)]
-        for peer in peers:  # who came last is out of step for a while on a busy machine
-            peer.wait_for(lambda e, p=peer: is_whole(e) and sum(map(is_whole, p.events)) > 1)
+        for peer in peers:
+            peer.wait_whole()
         finished = swarm.finish(*peers)
     assert len({(e["epoch"], e["digest"]) for e in finished}) == 1
     values = values_of([(48, 32), (48,), (24, 48), (24,)], RANK)
