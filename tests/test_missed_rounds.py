@@ -339,6 +339,11 @@ def test_a_step_that_was_taken_alone_is_taken_back(tmp_path):
         loner = peers[-1]
         last = met(loner, after=last)["epoch"]
         alone = step_alone(loner, after=last)
-        met(loner, after=alone["epoch"])  # by the rounds that it missed, or before there were any
+        seen = {id(e) for e in loner.events}
+        back = loner.wait_for(
+            lambda e: e["event"] == "epoch" and e["group_size"] == 3 and not e["failure"] and id(e) not in seen
+        )
+        # by the rounds that it missed; or it was back before theirs; a state has neither
+        assert back["made_up_for"] > 0 or back["epoch"] <= alone["epoch"], loner.story()
         finished = swarm.finish(*peers)
         assert len({event["digest"] for event in finished}) == 1
