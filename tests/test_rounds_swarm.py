@@ -85,9 +85,11 @@ def test_a_peer_that_dies_or_stalls_in_the_middle(tmp_path, attack, cause):
                 break
             victim.kill()
         assert failed, [peer.story() for peer in others]
+        causes = {event["cause"] for event in failed.values()}
+        # who gives a stalled one up first is lost to the other
+        assert cause in causes <= {cause, "peer_lost"}, [peer.story() for peer in others]
         for peer in others:
-            assert failed[peer]["cause"] == cause, peer.story()
             later = peer.wait_epoch(failed[peer]["epoch"] + 1, group_size=2)
-            assert later["counts"]["failed"][cause] >= 1, peer.story()
+            assert later["counts"]["failed"][failed[peer]["cause"]] >= 1, peer.story()
             assert_counted_once(peer)
         victim.kill()
