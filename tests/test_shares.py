@@ -157,9 +157,24 @@ def test_the_uplink_is_what_members_wait_for_after_the_last_part():
 def test_a_moment_is_latency():
     speeds = []
     answers = Answers(1, speeds.append, clock=lambda: 5.0)
-    answers.answer(A, 1000, is_last=True)
+    answers.answer(A, 20_000, is_last=True)
     answers.hung_up(A)
-    assert speeds == [pytest.approx(0.08)]
+    assert speeds == [pytest.approx(1.6)]
+
+
+def test_a_few_bytes_behind_all_others_on_their_way_say_nothing():
+    """What a sparse round's last, small part took was the queue before it: twenty Mbit/s were measured as a thousandth
+    of one."""
+    now, speeds = [0.0], []
+    answers = Answers(12, speeds.append, clock=lambda: now[0])
+    for member in range(12):
+        answers.answer(member, 70_000, is_last=False)
+    for member in range(12):
+        answers.answer(member, 46, is_last=True)
+    now[0] = 4.0
+    for member in range(12):
+        answers.hung_up(member)
+    assert speeds == []
 
 
 # --- how it goes round ---
@@ -167,6 +182,13 @@ def test_a_moment_is_latency():
 
 def entry(*more) -> bytes:
     return MSGPackSerializer.dumps([None, 0, MSGPackSerializer.dumps("words"), *more])
+
+
+@pytest.mark.parametrize("measured, told", [(7.6e-4, 1e-3), (1e13, 1e12), (12.5, 12.5), (0.0, 0.0), (None, None)])
+def test_what_nobody_would_believe_is_not_told(measured, told):
+    """An entry of the only reducer that the others could not use has ended all rounds, for good."""
+    read = read_entry(with_pace(entry(), MSGPackSerializer, measured, None, []), MSGPackSerializer)
+    assert read is not None and read.bandwidth == told
 
 
 def test_what_is_told_is_read():

@@ -21,6 +21,7 @@ KEPT, LEAST = 8, 3  # rounds whose speed is remembered: a line that got worse is
 QUARTILE = 0.75  # of these: others' lines and busy machines only ever make a line look slower
 AWAITED = 0.75  # of the members; how long these took is what counts
 SHORTEST = 0.1  # s; what takes less is latency. Rounds so small say of all lines that they are alike
+LEAST_BYTES = 16_000  # fewer come behind what is on its way to all others, and take as long: 460 of them took 4 s
 STEPS = 4  # told in powers of 2 ** (1 / STEPS), or each round would cut the tensors anew
 STAYS_WITHIN = 0.75  # steps; a speed on the edge of two is told as before
 
@@ -89,4 +90,6 @@ class Answers:
             return
         self._whole[member] = self._bytes[member]
         if len(self._whole) == max(1, math.ceil(AWAITED * self._members)):
-            self._note(8e-6 * sum(self._whole.values()) / max(SHORTEST, self._clock() - self._since))
+            num_bytes = sum(self._whole.values())
+            if num_bytes >= LEAST_BYTES:
+                self._note(8e-6 * num_bytes / max(SHORTEST, self._clock() - self._since))

@@ -117,8 +117,14 @@ def with_pace(
     mark: bytes = b"",
     least: int = 0,
 ) -> bytes:
-    """The entry that hivemind has made, with what our rounds have shown. Later kits may tell more behind it."""
+    """The entry that hivemind has made, with what our rounds have shown. Later kits may tell more behind it.
+
+    A bandwidth that nobody would believe is told as the nearest that they do: an entry with another is of no use to
+    anybody, and where it is the only reducer's no round would ever be again.
+    """
     _, mode, user_data = serializer.loads(data)[:3]
+    if bandwidth:
+        bandwidth = min(MAX_BANDWIDTH, max(MIN_BANDWIDTH, bandwidth))
     more = [mark, least] if least else [mark] if mark else []
     return serializer.dumps([bandwidth, mode, user_data, [seconds, list(late), *more]])
 
