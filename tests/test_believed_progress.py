@@ -9,7 +9,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
 from tests.somebody import Somebody, entry
-from volunteer_kit.swarm.believed_progress import Claims, Worth, believed_samples
+from volunteer_kit.swarm.believed_progress import Claim, Claims, Worth, believed_samples
 from volunteer_kit.swarm.plausible import PACE, Limits, epochs_ahead
 from volunteer_kit.swarm.progress import SwarmProgressTracker
 
@@ -91,6 +91,14 @@ def test_a_round_tells_what_claims_were_worth():
     assert claims.share(B) == pytest.approx(8 / 256)
     assert claims.share(C) == pytest.approx(8 / 2048), "claimed by speed"
     assert claims.share(D) == 1.0, "it was at another epoch"
+
+
+def test_the_epoch_after_the_next_is_not_remembered_for_it():
+    claims = claims_of(a=(5, 80, 80.0))
+    claims.note(A, 6, 10, 10.0), claims.note(A, 5, 90, 95.0), claims.note(A, 6, 5, 5.0)
+    assert (claims.of(A, 5), claims.of(A, 6)) == (Claim(90, 95.0), Claim(10, 10.0)), "back once, for a round of nobody"
+    claims.note(A, 100, 0, 0.0), claims.note(A, 7, 30, 30.0)
+    assert claims.of(A, 7) == Claim(30, 30.0) and claims.of(A, 5) is None, "whatever it says of later ones"
 
 
 def test_to_be_expected_more_of_is_no_lie():
@@ -229,6 +237,23 @@ def test_a_few_accounts_that_are_ahead_are_counted_and_not_followed_yet(tracker,
     assert progress.epoch == 4, "two of three"
     tracker._in_common = (3, time.monotonic() - PACE * 60.0 - 1)
     assert read(tracker, ahead, (honest, honest.claims())).epoch == 4, "it is about time"
+
+
+def test_who_has_ended_the_epoch_a_moment_before_us_counts_on(tracker, people):
+    """Who looks in this moment would find their samples gone, and compute them itself while they wait for it. Nobody
+    can be followed here: they are in client mode."""
+    early = [(one, one.claims(samples_accumulated=70, samples_per_second=1.0, client_mode=True)) for one in people]
+    assert 200 < read(tracker, *early).samples_accumulated < 256
+    gone_on = [(one, one.claims(epoch=4, samples_accumulated=5, client_mode=True)) for one in people]
+    progress = read(tracker, *gone_on)
+    assert (progress.epoch, progress.num_peers) == (3, 4)
+    assert 215 < progress.samples_accumulated < 256, "and with what they compute on, as if they had not told it yet"
+    liar = Somebody()
+    at_once = liar, liar.claims(epoch=4, samples_accumulated=256, client_mode=True)
+    assert read(tracker, *gone_on, at_once).samples_accumulated == progress.samples_accumulated
+    tracker.settle_round(3, [one.peer_id for one in people], {people[0].peer_id: 70.0, people[1].peer_id: 7.0})
+    assert tracker.claims.share(people[0].peer_id) == 1.0
+    assert tracker.claims.share(people[1].peer_id) < 0.15, "its round ends when it is at the next epoch long since"
 
 
 def test_who_steps_alone_sees_those_who_are_far_ahead_still(tracker, people, monkeypatch):

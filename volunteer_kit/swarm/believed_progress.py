@@ -20,6 +20,7 @@ TRUST = 1.25  # usual claims that everybody is taken to have kept before: who mi
 FORGIVEN = 0.1  # of its claims, for each epoch in which it kept its word
 MOST = 8.0  # target batches that a claim by speed is remembered as
 MAX_PEERS = 10_000
+EPOCHS_KNOWN = 2  # of each peer: with delay_grad_averaging it claims samples of the next one while a round is under way
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,18 @@ def believed_samples(claimed: float, share: float, limit: float | None) -> float
 class Claim:
     """The most that a peer said of one epoch."""
 
-    epoch: int
-    samples: float
-    expected: float  # with those since, by its speed
+    samples: float = 0.0
+    expected: float = 0.0  # with those since, by its speed
 
     def with_more(self, samples: float, expected: float) -> Claim:
-        return Claim(self.epoch, max(self.samples, samples), max(self.expected, expected))
+        return Claim(max(self.samples, samples), max(self.expected, expected))
 
 
 class Claims:
     """What peers claimed, and what it was worth. One thread notes claims, another settles rounds."""
 
     def __init__(self):
-        self._last: OrderedDict[PeerID, Claim] = OrderedDict()
+        self._known: OrderedDict[PeerID, dict[int, Claim]] = OrderedDict()  # by epoch
         self._worth: dict[PeerID, Worth] = {}
 
     def share(self, peer: PeerID) -> float:
@@ -85,17 +85,25 @@ class Claims:
         return bool(self._worth) and peer not in self._worth
 
     def note(self, peer: PeerID, epoch: int, samples: float, expected: float) -> None:
-        last = self._last.get(peer)
-        fresh = Claim(epoch, samples, expected)
-        self._last[peer] = last.with_more(samples, expected) if last is not None and last.epoch == epoch else fresh
-        self._last.move_to_end(peer)
-        while len(self._last) > MAX_PEERS:
-            gone, _ = self._last.popitem(last=False)
+        known = self._known.setdefault(peer, {})
+        known[epoch] = known.get(epoch, Claim()).with_more(samples, expected)
+        if len(known) > EPOCHS_KNOWN:
+            del known[min(other for other in known if other != epoch)]
+        self._known.move_to_end(peer)
+        while len(self._known) > MAX_PEERS:
+            gone, _ = self._known.popitem(last=False)
             self._worth.pop(gone, None)
+
+    def of(self, peer: PeerID, epoch: int) -> Claim | None:
+        return self._known.get(peer, {}).get(epoch)
+
+    def of_all(self, epoch: int) -> dict[PeerID, Claim]:
+        found = {peer: known.get(epoch) for peer, known in list(self._known.items())}
+        return {peer: claim for peer, claim in found.items() if claim is not None}
 
     def weight_of_a_sample(self, epoch: int, weights: Mapping[PeerID, float]) -> float:
         """As most senders of a round of `epoch` weigh them, at most 1; for who has none of its own to know it by."""
-        claims = {peer: claim.samples for peer, claim in list(self._last.items()) if claim.epoch == epoch}
+        claims = {peer: claim.samples for peer, claim in self.of_all(epoch).items()}
         known = [weight / claims[peer] for peer, weight in weights.items() if weight > 0 and claims.get(peer)]
         return min(1.0, median_low(known)) if known else 1.0
 
@@ -108,7 +116,7 @@ class Claims:
         :param weights: samples of those whose parts entered our slice; empty: we reduced nothing, and know nothing
         :param target: samples of an epoch
         """
-        claims = {peer: claim for peer, claim in list(self._last.items()) if claim.epoch == epoch}
+        claims = self.of_all(epoch)
         if not weights or 2 * len(claims.keys() & set(group)) < len(claims):
             return
         usual = median_low([claim.samples for claim in claims.values() if claim.samples] or [0.0])

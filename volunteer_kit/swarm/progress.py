@@ -216,12 +216,21 @@ class SwarmProgressTracker(ProgressTracker):
 
     def _as_believed(self, claim: LocalTrainingProgress, epoch: int, now: float) -> LocalTrainingProgress:
         """Another's claim with as many samples, and as much speed, as is believed. One that is ahead of the swarm's
-        `epoch` by itself is a peer that is here, and no more: hivemind takes it so from a client."""
+        `epoch` by itself is a peer that is here, and no more: hivemind takes it so from a client.
+
+        But if it is ahead by one, what it had claimed of this epoch counts on: it takes the epoch for ended, and will
+        be in its round. Were it left out, those who look a moment later would find samples missing, and compute them
+        themselves, while the first wait for them in vain.
+        """
         peer, (own_epoch, since) = PeerID(claim.peer_id), self._own_epoch
         if peer == self.dht.peer_id:
             return claim
         since_then = claim.samples_per_second * max(0.0, now - claim.time)  # as hivemind adds it
         self.claims.note(peer, claim.epoch, claim.samples_accumulated, claim.samples_accumulated + since_then)
+        claim_of_epoch = self.claims.of(peer, epoch)
+        if claim.epoch == epoch + 1 and claim_of_epoch is not None:
+            both = claim_of_epoch.expected + claim.samples_accumulated
+            claim = claim.copy(update={"epoch": epoch, "samples_accumulated": int(both)})
         share, limit = self.claims.share(peer), None
         if claim.epoch == own_epoch and self._saw_it_begin:
             limit = self.speed_limit(peer, time.monotonic() - since)
