@@ -93,6 +93,12 @@ class LocalPeer:
         told = [event for event in self.events if event["event"] not in ("step", "traffic", "swarm")]
         return f"events: {told[-16:]}, {self.events[-2:]}\nlog: {self.log.read_text()[-3000:]}"
 
+    def brief(self) -> str:
+        """Its last rounds, and the last that it logged: for whom another peer waited in vain."""
+        told = [f"{e['event']} {e.get('epoch', '')}:{e.get('group_size', '')}" for e in self.said()]
+        failures = [e["failure"] for e in self.events if e.get("failure")][-2:]
+        return f"{self.log.name}: {told[:4]} ... {told[-6:]} {failures}\n{self.log.read_text()[-600:]}"
+
     def ask(self, timeout: float = 60.0, **order) -> dict:
         """Send an order and await its own answer."""
         number = sum(event["event"] == "answer" for event in self.events)
@@ -138,6 +144,10 @@ def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
     swarm = LocalSwarm(folder)
     try:
         yield swarm
+    except AssertionError:
+        for peer in swarm.peers:
+            print(peer.brief())
+        raise
     finally:
         for peer in swarm.peers:
             peer.kill()

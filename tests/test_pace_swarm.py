@@ -96,6 +96,8 @@ def test_one_public_peer_carries_all_clients(tmp_path):
     with local_swarm(tmp_path) as swarm:
         public = swarm.add()
         clients = [swarm.add(client_mode=True) for _ in range(4)]
+        for peer in clients:
+            peer.wait_event("joined", timeout=180.0)  # on a busy machine it is their start that takes two minutes
         for peer in (public, *clients):
             await_rounds(peer, 6, group_size=5, timeout=120.0)
         ends = swarm.finish(public, *clients)
