@@ -59,6 +59,23 @@ def test_statistics_are_waited_for_though_the_others_go_on(optimizer, monkeypatc
     assert optimizer._should_load_state_from_peers() is (ahead > 1), "when all is here, the rounds are made up for"
 
 
+def test_who_joins_waits_for_the_statistics_that_come(optimizer, monkeypatch):
+    """In a swarm whose rounds take a second it began to download anew for half a minute, beside those who waited for it
+    in each round."""
+    monkeypatch.setattr(optimizer.tracker, "look_again", lambda timeout: None)
+    ahead = optimizer.local_epoch + 4
+    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", property(lambda tracker: ahead))
+    states = []
+
+    def take_state():
+        states.append(optimizer.local_epoch)
+        monkeypatch.setattr(optimizer.state_averager, "_arrival", SimpleNamespace(failed=None))
+        return True
+
+    monkeypatch.setattr(optimizer, "_take_state", take_state)
+    assert optimizer.join(patience=3.0) and len(states) == 1
+
+
 @pytest.mark.parametrize(
     "held", ["another", "the same", "of another epoch", "another, but by one of three", "another, by one of six"]
 )

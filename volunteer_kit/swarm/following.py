@@ -111,8 +111,8 @@ class FollowingOptimizer(MakingUpOptimizer):
         # to take it for an empty swarm would be to start anew beside a running one
         while max(self.tracker.global_epoch, self.tracker.highest_claim) > self.local_epoch:
             taken = self._take_state() or taken
-            if taken and self.local_epoch >= self.tracker.global_epoch - 1:
-                break
+            if taken and (self.local_epoch >= self.tracker.global_epoch - 1 or self._is_left_behind):
+                break  # or another download would begin, and be left behind as well, for all of our patience
             if time.monotonic() > deadline:
                 break
             if taken:  # who is fast and alone does not wait for whom it does not see
