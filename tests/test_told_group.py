@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
+from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 from unittest.mock import Mock
 
 import pytest
 import torch
+from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.p2p import P2PContext, PeerID
@@ -107,7 +109,8 @@ def test_who_has_left_a_split_round_tells_those_who_come_late():
         member._parent_pid = None  # it has no process to end
         member._running_groups, member._pending_groups_registered = {}, asyncio.Event()
         member._awaited, member._past_groups, member._split_groups = set(), deque(), deque()
-        member._led_apart, member._remarks, member._matchmaking = SimpleNamespace(value=0), {}, Mock(leader=A)
+        member._led_apart, member._remarks = SimpleNamespace(value=0), {}
+        member._matchmaking = Mock(leader=A, groups=())
         if next_round_is_on:
             member._pending_groups_registered.set()
         member._read_group = Mock(side_effect=LedApart)
@@ -184,6 +187,16 @@ class MisquotingLeader(SwarmAverager):
             yield message
 
 
+class SlowToSend(SwarmAverager):
+    """Its parts come when the others' round is over; `may_send` is awaited."""
+
+    may_send: Any  # a multiprocessing.Event
+
+    async def _aggregate_with_group(self, *args, **kwargs):
+        await asyncio.to_thread(self.may_send.wait, 60)
+        return await super()._aggregate_with_group(*args, **kwargs)
+
+
 class SlowToRead(SwarmAverager):
     """What the others send of its group is here before it has looked at what the group was told."""
 
@@ -213,25 +226,28 @@ def averagers(
     last_is_client: bool = False,
     kind: type = LyingLeader,
     other: type = SwarmAverager,
+    kinds: Sequence[type] = (),
+    **patience: float,
 ) -> Iterator[list[SwarmAverager]]:
     """The first one leads, and lies."""
     liar = type("SwarmAverager", (kind,), {"lie": staticmethod(lie)}) if lie else SwarmAverager
     other = type("SwarmAverager", (other,), {})
+    kinds = kinds or (liar, other, other)
+    patience = {"sender_timeout": 60.0, "reducer_timeout": 120.0, **patience}  # whoever waits for these fails the test
     started: list[SwarmAverager] = []
     try:
         for i, peer in enumerate(peers):
             started.append(
-                (liar if i == 0 else other)(
+                kinds[i](
                     [torch.full((4000,), float(i))],
                     dht=peer.dht,
                     prefix=prefix,
-                    client_mode=last_is_client and i == 2,
+                    client_mode=last_is_client and i == len(peers) - 1,
                     target_group_size=3,
                     min_matchmaking_time=2.0,
                     bandwidth=100.0,
                     part_size_bytes=1000,  # each of them reduces something
-                    sender_timeout=60.0,  # whoever waits for it fails the test
-                    reducer_timeout=120.0,
+                    **patience,
                     allreduce_timeout=200.0,
                     start=True,
                 )
@@ -249,6 +265,45 @@ def begin(averagers, **options) -> list:
         averager.step(gather=averager.to_tell(i), wait=False, timeout=60, scheduled_time=now + 2.0 + i, **options)
         for i, averager in enumerate(averagers)
     ]
+
+
+def test_who_is_late_for_a_round_accuses_nobody(peers):
+    """Its leader was in the next one by then, and to be told so was taken for another group under the same leader."""
+    kinds = [type("SwarmAverager", (SlowToSend,), {"may_send": multiprocessing.Event()}) for _ in peers]
+    kinds[0].may_send.set()
+    patience = {"sender_timeout": 4.0, "reducer_timeout": 6.0}
+    with averagers(peers, "late", None, kinds=kinds, **patience) as members:
+        leader, late, third = members
+        first = begin([leader, late], allow_retries=False)
+        assert str(late.peer_id) in first[0].result(50).lost, "the leader went on without it"
+        again = begin([leader, third], allow_retries=False)
+        await_stage(again, AveragingStage.RUNNING_ALLREDUCE)
+        kinds[1].may_send.set()
+        assert len(first[1].result(50).group) == 2, "it has what is left of its round"
+        kinds[2].may_send.set()
+        assert all(control.result(50).received == 1 for control in again)
+        assert [member.led_apart for member in members] == [0, 0, 0]
+        assert len(begin([leader, late], allow_retries=False)[1].result(50).group) == 2, "it follows the same leader"
+
+
+def test_who_was_led_apart_by_all_that_lead_follows_them_again(peers):
+    """A client that knew one leader, and had been told a lie of it, met nobody for five minutes."""
+    with averagers(peers[:2], "avoided", lambda: None, True, MisquotingLeader, sender_timeout=3.0) as members:
+        for failure, seconds in (MatchmakingException, 50), (TimeoutError, 5):
+            leader, client = begin(members, allow_retries=False)
+            with pytest.raises(failure):
+                client.result(seconds)
+            client.cancel()
+            leader.cancel()
+        for control in begin(members, allow_retries=False):
+            assert len(control.result(50).group) == 2
+
+
+def await_stage(controls, stage: AveragingStage) -> None:
+    deadline = time.monotonic() + 30
+    while any(control.stage != stage for control in controls):
+        assert time.monotonic() < deadline and not any(control.done() for control in controls), controls
+        time.sleep(0.01)
 
 
 def values(averager) -> torch.Tensor:

@@ -150,7 +150,9 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
             yield averaging_pb2.AveragingData(code=OTHER_GROUP)
         else:
             async for message in super().rpc_aggregate_part(achain(as_aiter(first), stream), context):
-                if message.code == averaging_pb2.BAD_GROUP_ID and self._running_groups:
+                # then it is late, or we have left
+                was_told_the_same = first.group_id in self._matchmaking.groups
+                if message.code == averaging_pb2.BAD_GROUP_ID and self._running_groups and not was_told_the_same:
                     await self._hear_of_other_group(context.remote_id, first.group_id)
                     message = averaging_pb2.AveragingData(code=OTHER_GROUP)
                 yield message

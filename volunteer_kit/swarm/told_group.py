@@ -49,7 +49,7 @@ LATER = 0.01  # s
 LONGEST, CLIENTS = 2.0, 3.0
 CHECK = 0.05  # s
 REQUEST_SHARE = 0.8  # of that time, for a leader's answer; two that ask each other are deadlocked for so long
-AVOIDED_FOR = 300.0  # s that a leader is not followed again; it may still take part
+AVOIDED_FOR = 300.0  # s that a leader is not followed again, while others lead; it may still take part
 MIN_BANDWIDTH, MAX_BANDWIDTH = 1e-3, 1e12  # in any unit that somebody may take, and load balancing can calculate with
 MAX_SECONDS = 1e6  # that anybody can say a round takes
 
@@ -190,7 +190,9 @@ class WaryMatchmaking(Matchmaking):
 
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
+        self._in_vain = 0.0  # s that we have looked for groups since the last one
         self._misquoted: deque[bytes] = deque(maxlen=16)  # ids of groups
+        self.groups: deque[bytes] = deque(maxlen=16)  # that we were told, by the ids under which they exchange
         self._counted, self._are_too_few = (), False  # what we and our followers have told, and what follows
         super().__init__(*args, **kwargs)
         self._longest_request = self.request_timeout
@@ -237,11 +239,14 @@ class WaryMatchmaking(Matchmaking):
             longest = max(LONGEST * self._matchmaking_time, self._declared_until + LATER - get_dht_time())
             self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = longest
             self.request_timeout = min(self._longest_request, REQUEST_SHARE * self.patience.seconds)
-        watch = asyncio.create_task(self._begin_with_enough(step, began))
+        watch, group = asyncio.create_task(self._begin_with_enough(step, began)), None
         try:
             group = await super().look_for_group(step)
         finally:
             await cancel_and_wait(watch)
+            self._in_vain = 0.0 if group is not None else self._in_vain + time.monotonic() - began
+            if self._in_vain >= self._matchmaking_time:
+                self._avoided.clear()  # there may be nobody else: who avoids the one that leads is in no round at all
         expected = self.target_group_size
         if group is None:
             self.patience.failed()
@@ -286,11 +291,14 @@ class WaryMatchmaking(Matchmaking):
 
     async def leader_assemble_group(self) -> GroupInfo:
         self.leader = self.peer_id
-        return await super().leader_assemble_group()
+        group = await super().leader_assemble_group()
+        self.groups.append(exchange_id(group))
+        return group
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
         self.leader = leader
         group = await super().follower_assemble_group(leader, msg)
+        self.groups.append(exchange_id(group))
         if group.gathered[group.peer_ids.index(self.peer_id)] != self.step_control.data_for_gather:
             self._misquoted.append(group.group_id)
         return group
