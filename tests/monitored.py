@@ -26,10 +26,13 @@ from tests.local_authority import Authority, add_person, make_authority, served,
 from tests.local_swarm import ROOT, LocalPeer
 from volunteer_kit.auth.moderation import Allowlist
 from volunteer_kit.journal import JournalReader
+from volunteer_kit.monitor.judge import PROBATION
+from volunteer_kit.monitor.watch import CHECKPOINT_EVERY
 from volunteer_kit.run_reader import find_run_file
 from volunteer_kit.swarm.peer import free_port
 from volunteer_kit.training.protocol import WorkerSpec
 
+SECOND_CHECKPOINT = 2 * CHECKPOINT_EVERY + PROBATION  # the step at which also this one should have been found good
 # small enough for several processes on two cores, with epochs of some seconds
 SMALLER = {
     "target_batch_size": 1024,
@@ -132,6 +135,20 @@ class MonitorProcess:
             return fitting[-1] if fitting else None
 
         return self.wait(found, timeout)
+
+    def wait_checkpoint(self, timeout: float = 90.0) -> dict:
+        """The event of the first one, which is a matter of steps: how many seconds these take is the machine's.
+
+        :param timeout: s without a step after which it is waited for no longer
+        """
+        latest = -1
+        while True:
+            try:
+                return self.wait_event("checkpoint", timeout)
+            except AssertionError:
+                before, latest = latest, self.wait(JournalReader.latest)["epoch"]
+                if not before < latest < SECOND_CHECKPOINT:
+                    raise
 
     def stop(self) -> float:
         """SIGTERM. :returns: s until it was gone"""

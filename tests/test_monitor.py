@@ -88,14 +88,14 @@ def ruin(run: MonitoredRun, monitor: MonitorProcess) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(800)
 def test_a_run_that_is_ruined_on_purpose_comes_back_by_itself(tmp_path):
     """By the plain mean: an admitted peer sends its gradients turned round and large parameters; then leaves."""
     with monitored(tmp_path) as run:
         monitor = run.monitor()
         ada, bob = run.volunteer("ada"), run.volunteer("bob")
         monitor.wait_event("joined", username="ada")
-        good = monitor.wait_event("checkpoint", timeout=200)["detail"]["epoch"]
+        good = monitor.wait_checkpoint()["detail"]["epoch"]
         states = monitor.wait(lambda journal: signed(monitor))
         assert states[0]["epoch"] == good, "judged good, and signed"
 
@@ -123,14 +123,14 @@ def test_a_run_that_is_ruined_on_purpose_comes_back_by_itself(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_by_hand_and_after_the_death_of_a_monitor(tmp_path):
     with monitored(tmp_path, target_batch_size=512) as run:
         first = run.monitor(name="first")
         volunteer = run.volunteer("ada")
         second = run.monitor(name="second")
-        first.wait_event("checkpoint", timeout=200)
-        second.wait_event("checkpoint", timeout=100)
+        first.wait_checkpoint()
+        second.wait_checkpoint()
 
         first.kill()  # whichever it was: the other one goes on
         epoch = second.wait(lambda journal: journal.latest()["epoch"])
