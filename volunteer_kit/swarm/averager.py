@@ -78,8 +78,7 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         self._share_words()
         self._begin_to_keep()
         self._remarks: dict[str, str] = {}  # of the step under way
-        self._past_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
-        self._split_groups: deque[bytes] = deque(maxlen=16)  # likewise
+        self._split_groups: deque[bytes] = deque(maxlen=16)  # by their leader's ids
         super().__init__(*args, start=False, **kwargs)
         self._exchange_timeout = self._allreduce_timeout  # of the exchange alone
         self._beside_exchange = 0.0  # s; the verification's
@@ -170,7 +169,8 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
     async def _hear_of_other_group(self, peer_id: PeerID, group_id: bytes) -> None:
         """A peer sends parts of a group that is none of ours. If it is in our group as well, its leader told it another
         one; unless its words are late and of a round before."""
-        if leaders_id(group_id) in self._past_groups:
+        over = {leaders_id(known) for known in self._matchmaking.groups if known not in self._running_groups}
+        if leaders_id(group_id) in over:
             return
         known, _ = await asyncio.wait(set(self._running_groups.values()), timeout=TOKEN_PATIENCE)
         for runner in (future.result() for future in known if not future.cancelled()):
@@ -187,7 +187,6 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
             try:
                 yield
             finally:
-                self._past_groups.append(group_info.group_id)
                 if not (runner := self._running_groups[exchanged.group_id]).done():
                     runner.cancel()  # a member's call waits for it, and would to the end of its round
 
