@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,10 +19,13 @@ import hivemind
 import hivemind.dht.dht
 import hivemind.dht.node
 import torch
+from hivemind.dht.validation import RecordValidatorBase
 
 from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol
-from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode, TimedDHTProtocol
+from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol, OpenDHTProtocol
+from volunteer_kit.swarm.serializer import DecodableValidator, bound_serializer
+from volunteer_kit.swarm.streams import bound_streams
+from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode
 
 LARGE = 2**20  # bytes
 _inherited: list[torch.Tensor] = []  # in a fork: what its parent had
@@ -128,9 +132,12 @@ class LeanDHT(hivemind.DHT):
     :param admission: who may take part; shared with all processes of this peer
     """
 
-    def __init__(self, *args, admission: Admission, **kwargs):
+    def __init__(self, *args, admission: Admission, record_validators: Iterable[RecordValidatorBase] = (), **kwargs):
+        bound_serializer()  # for all processes of this peer: they are forked from here
+        bound_streams()
         self.admission = admission
-        super().__init__(*args, **{**OPTIONS, **kwargs})
+        validators = [*record_validators, DecodableValidator()]
+        super().__init__(*args, record_validators=validators, **{**OPTIONS, **kwargs})
 
     def run(self) -> None:
         end_with_parent()
@@ -141,9 +148,9 @@ class LeanDHT(hivemind.DHT):
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, start_new_session=True
         )
-        AdmittedDHTProtocol.admission = self.admission
-        # in this process, which is the node's alone
-        hivemind.dht.node.DHTProtocol = TimedDHTProtocol if self.admission.is_open else AdmittedDHTProtocol
+        protocol = OpenDHTProtocol if self.admission.is_open else AdmittedDHTProtocol
+        protocol.admission = self.admission  # in this process, which is the node's alone
+        hivemind.dht.node.DHTProtocol = protocol
         hivemind.dht.dht.DHTNode = ThriftyDHTNode
         super().run()
 
