@@ -147,6 +147,12 @@ def test_a_dictionary_with_something_else_in_it_is_refused(record):
         MSGPackSerializer.loads(packed((b"good", b"1", 1e12), record))
 
 
+def test_a_dictionary_with_names_of_different_types_is_refused():
+    """Two that expire together would be compared, which ends in a TypeError wherever that happens."""
+    with pytest.raises(ValueError):
+        MSGPackSerializer.loads(packed((b"a", b"1", 1e12), ("a", b"1", 1e12), (5, b"1", 1e12)))
+
+
 def test_a_dictionary_of_many_records_is_refused():
     until = get_dht_time() + 60
     assert len(MSGPackSerializer.loads(packed(*((b"%d" % i, b"", until) for i in range(MAX_RECORDS))))) == MAX_RECORDS

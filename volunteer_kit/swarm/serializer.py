@@ -114,7 +114,10 @@ def unpack_dictionary(packed: bytes) -> DictionaryDHTValue:
         for record in found[2]:
             if not (isinstance(record, list) and len(record) == 3 and is_record(*record)):
                 raise OutOfBounds("a dictionary with something that is no record")
-            dictionary.store(*record)
+            try:
+                dictionary.store(*record)
+            except TypeError:  # names of different types cannot be put in an order
+                raise OutOfBounds("a dictionary with names of different types") from None
     return dictionary
 
 
