@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
+import torch
 from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.compression import CompressionBase
 from hivemind.p2p import P2PContext, PeerID
@@ -31,6 +32,7 @@ from volunteer_kit.swarm.held_parts import (
     read_values,
     reason_to_refuse,
     size_of,
+    with_shapes,
 )
 from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.line_speed import Answers
@@ -75,7 +77,7 @@ class SwarmAllReduce(AwaitedAnswers):
         super().__init__(compression=compression, **kwargs)
         if share is not None:
             self.tensor_part_container.compression = share.sending(compression)
-        self.began, self._round_timeout = time.monotonic(), round_timeout
+        self.codec, self.began, self._round_timeout = compression, time.monotonic(), round_timeout
         self.traffic = traffic or Traffic()
         self.outgoing = Answers(sum(peer != self.peer_id for peer in self.sender_peer_ids), self.traffic.speed.note)
         self.too_slow: set[PeerID] = set()  # senders left out for it
@@ -200,17 +202,23 @@ class SwarmAllReduce(AwaitedAnswers):
     async def _accumulate_parts_streaming(self, stream: AsyncIterator, sender_index: int) -> AsyncIterator:
         sender, reducer = self.sender_peer_ids[sender_index], self.tensor_part_reducer
         part_index, first_weight = 0, None
+
+        def read(message: averaging_pb2.AveragingData, shape: torch.Size) -> tuple[torch.Tensor | str, float, int]:
+            """The part, or why it cannot be read."""
+            try:
+                return read_values(message.tensor_part, shape, self.codec), message.weight, size_of(message)
+            except ValueError as error:
+                return str(error), message.weight, size_of(message)
+
         try:
             async for part, weight, num_bytes in amap_in_executor(
-                lambda msg: (read_values(msg.tensor_part), msg.weight, size_of(msg)),
-                self.traffic.received(stream, size_of),
+                lambda pair: read(*pair),
+                with_shapes(self.traffic.received(stream, size_of), reducer.shapes),
                 max_prefetch=self.tensor_part_container.prefetch,
             ):
                 self.bytes_received += num_bytes
                 self.heard[sender] = time.monotonic()
-                if part_index >= reducer.num_parts:
-                    raise RefusedPart("more parts than the slice has")
-                reason = reason_to_refuse(
+                reason = part if isinstance(part, str) else reason_to_refuse(
                     part, reducer.shapes[part_index], weight, first_weight, *self._limits_of(sender)
                 )
                 if reason:

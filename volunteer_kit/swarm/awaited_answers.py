@@ -12,12 +12,13 @@ from typing import AsyncIterator  # noqa: UP035  as in allreduce.py
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
 from hivemind.averaging.partition import AllreduceException
+from hivemind.compression import CompressionBase
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
 from volunteer_kit.swarm.failures import TIMEOUT, cause_of_loss
-from volunteer_kit.swarm.held_parts import HeldPartReducer, check_average, read_values, size_of
+from volunteer_kit.swarm.held_parts import HeldPartReducer, check_average, read_values, size_of, with_shapes
 from volunteer_kit.swarm.lost_answers import MARGIN, NO_TIMEOUT, RECOVERY, Asking, GivenAnswers, fetch
 from volunteer_kit.swarm.told_group import OTHER_GROUP, ToldOtherwise
 from volunteer_kit.swarm.traffic import Traffic
@@ -37,6 +38,7 @@ class AwaitedAnswers(AllReduceRunner):
     bytes_sent: int
     bytes_received: int
     tensor_part_reducer: HeldPartReducer
+    codec: CompressionBase  # of parts and answers
     _round_timeout: float | None
     _losses: dict[PeerID, str]
 
@@ -118,7 +120,7 @@ class AwaitedAnswers(AllReduceRunner):
             nonlocal have
             self.bytes_received += len(message.buffer)
             await self.traffic.receive(len(message.buffer))
-            average = await asyncio.to_thread(read_values, message)
+            average = await asyncio.to_thread(read_values, message, shapes[have], self.codec)
             check_average(average, shapes[have], self.ordered_peer_ids[reducer])
             if not container.finished.is_set():
                 container.register_processed_part(reducer, have, average)
@@ -142,18 +144,21 @@ class AwaitedAnswers(AllReduceRunner):
         shapes = [part.shape for part, _ in self.tensor_part_container._input_parts_by_peer[peer_index]]
         part_index = 0
 
-        def decode(message: averaging_pb2.AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor]:
+        def decode(
+            message: averaging_pb2.AveragingData, shape: torch.Size
+        ) -> tuple[torch.Tensor, runtime_pb2.Tensor]:
             if message.code == OTHER_GROUP:
                 raise ToldOtherwise(f"{peer_id} was told another group")
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
             self.bytes_received += size_of(message)
             self.heard[peer_id] = time.monotonic()
-            return read_values(message.tensor_part), message.tensor_part
+            return read_values(message.tensor_part, shape, self.codec), message.tensor_part
 
+        answers = aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout)
         async for average, answer in amap_in_executor(
-            decode,
-            self.traffic.received(aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout), size_of),
+            lambda pair: decode(*pair),
+            with_shapes(self.traffic.received(answers, size_of), shapes),
             max_prefetch=self.tensor_part_container.prefetch,
         ):
             check_average(average, shapes[part_index], peer_id)

@@ -7,13 +7,16 @@ these codecs into hivemind's registry and `check_codecs()` refuses to start when
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hivemind.compression.serialization as hivemind_serialization
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from hivemind.proto import runtime_pb2
 
-from volunteer_kit.swarm.dense_codecs import BlockwiseCodec, Float16Codec, UniformCodec
-from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.codec_wire import INTEGERS, check_header
+from volunteer_kit.swarm.dense_codecs import BlockwiseCodec, Float16Codec, PlainCodec, UniformCodec
+from volunteer_kit.swarm.errors import SwarmError, brief
 from volunteer_kit.swarm.sparse_codec import SparseCodec
 
 _HIVEMINDS = frozenset(runtime_pb2.CompressionType.values())
@@ -37,7 +40,7 @@ class SizeAdaptiveCodec(CompressionBase):
         return self.choose(info).compress(tensor, info, allow_inplace)
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        return decode(serialized_tensor)
+        return decode(serialized_tensor, codec=self)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
         return self.choose(info).estimate_compression_ratio(info)
@@ -58,12 +61,39 @@ _WORST_ERROR = {
     "sparse": 0.0,
 }  # fmt: skip
 _OWN = {codec.compression_type: codec for codec in CODECS.values() if codec.compression_type > max(_HIVEMINDS)}
+_PLAIN = PlainCodec()
+# by the number in a message; a sparse part of any density, where no run's is known
+_READERS = {codec.compression_type: codec for codec in (*CODECS.values(), _PLAIN, SparseCodec(1.0))}
 
 
-def decode(message: runtime_pb2.Tensor) -> torch.Tensor:
-    """A stranger's tensor, by the codec that its message names. Raises ValueError if it makes no sense."""
-    own = _OWN.get(message.compression)
-    return hivemind_serialization.deserialize_torch_tensor(message) if own is None else own.extract(message)
+def decode(
+    message: runtime_pb2.Tensor, shape: Sequence[int] | None = None, codec: CompressionBase | None = None
+) -> torch.Tensor:
+    """A stranger's tensor, outside any graph (it may ask for gradients). Raises ValueError if it makes no sense.
+
+    :param shape: that it must have, which is checked before anything is allocated; None: any of a bounded size
+    :param codec: that is in use: nothing else is read, but integers as they are; None: any of CODECS
+    """
+    check_header(message, shape)
+    is_plain = message.compression == runtime_pb2.NONE and message.dtype in INTEGERS
+    readers = _READERS if codec is None else _readers_of(codec)
+    reader = _PLAIN if is_plain else readers.get(message.compression)
+    if reader is None:
+        raise ValueError(f"a tensor in codec {message.compression}, which is not in use")
+    try:
+        return reader.extract(message).detach()
+    except (RuntimeError, IndexError, TypeError, OverflowError) as error:  # of a codec of hivemind's
+        raise ValueError(f"a tensor that cannot be read: {brief(error)}") from None
+
+
+def _readers_of(codec: CompressionBase) -> dict[int, CompressionBase]:
+    """What reads the messages that this codec makes."""
+    if isinstance(codec, SizeAdaptiveCodec):
+        return {**_readers_of(codec.small), **_readers_of(codec.large)}
+    kind = getattr(codec, "compression_type", None)
+    if kind is None:  # hivemind's codecs that choose another by a tensor's role
+        return _READERS
+    return {kind: codec if isinstance(codec, SparseCodec) else _READERS.get(kind, codec)}
 
 
 def make_codec(small: str, large: str, threshold: int, density: float | None = None) -> CompressionBase:
@@ -96,7 +126,7 @@ def leaves_out(codec: CompressionBase) -> bool:
 def install_codecs() -> None:
     """Replace hivemind's codecs in its registry, in this process and those it forks; then check every one."""
     registry = hivemind_serialization._BASE_COMPRESSION_TYPES
-    for codec in CODECS.values():
+    for codec in _READERS.values():
         if codec.compression_type in _HIVEMINDS:
             registry[runtime_pb2.CompressionType.Name(codec.compression_type)] = codec
     check_codecs()
@@ -111,7 +141,9 @@ def check_codecs() -> None:
         try:
             info = CompressionInfo.from_tensor(values)
             message = runtime_pb2.Tensor.FromString(codec.compress(values, info).SerializeToString())
-            error = (decode(message) - values).abs().max().item()
+            of_hivemind = message.compression in _HIVEMINDS  # which reads by its registry
+            read = hivemind_serialization.deserialize_torch_tensor if of_hivemind else decode
+            error = (read(message) - values).abs().max().item()
         except Exception as e:
             raise SwarmError(_broken_codec(name, repr(e))) from e
         if not error <= _WORST_ERROR[name]:

@@ -1,13 +1,22 @@
-"""A tensor's message on the wire: what is written around a codec's bytes, and what a stranger's must be to be read."""
+"""A tensor's message on the wire: what is written around a codec's bytes, and the bounds that a stranger's must keep.
+
+All bounds are checked before anything is computed or allocated from the message: `math.prod` over a million sizes, or
+`numpy.dtype` of a megabyte of text, holds the interpreter lock for minutes.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from hivemind.proto import runtime_pb2
 
-MAX_PART_ELEMENTS = 2**28  # a stranger's header cannot make us allocate more than 1 GiB of float32
+MAX_PART_ELEMENTS = 2**28  # 1 GiB of float32; the bound where no shape is expected
+MAX_DIMENSIONS = 16  # of a tensor; a model's have up to 5
+MAX_AROUND = 512  # bytes of a message beside its buffer: 16 sizes, a type's name and four numbers need under 250
+FLOATS = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+INTEGERS = {name: getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "int32", "int64")}
 
 
 def header(tensor: torch.Tensor, compression: int, buffer: bytes) -> runtime_pb2.Tensor:
@@ -20,15 +29,32 @@ def header(tensor: torch.Tensor, compression: int, buffer: bytes) -> runtime_pb2
     )
 
 
-def shape_and_dtype(message: runtime_pb2.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """The declared shape and float type of a stranger's tensor. Raises ValueError when they make no sense."""
-    shape = tuple(message.size)
-    dtype = getattr(torch, message.dtype, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"not a floating point type: {message.dtype[:32]!r}")
-    if any(size < 0 for size in shape) or math.prod(shape) > MAX_PART_ELEMENTS:
-        raise ValueError(f"tensor of shape {shape} is out of bounds")
-    return shape, dtype
+def check_header(message: runtime_pb2.Tensor, shape: Sequence[int] | None = None) -> None:
+    """Raises ValueError unless what surrounds the buffer is short, and the declared shape is possible.
+
+    :param shape: that is expected; None: any of MAX_PART_ELEMENTS elements at most
+    """
+    around = message.ByteSize() - len(message.buffer)
+    if around > MAX_AROUND or len(message.size) > MAX_DIMENSIONS:
+        raise ValueError(f"{around} bytes and {len(message.size)} sizes around a tensor's values")
+    # no size may be hidden behind a zero: the strides of such a shape overflow
+    if math.prod(size for size in message.size if size) > MAX_PART_ELEMENTS:
+        raise ValueError(f"a tensor of shape {tuple(message.size)} is out of bounds")
+    if shape is not None and tuple(message.size) != tuple(shape):
+        raise ValueError(f"shape {tuple(message.size)} instead of {tuple(shape)}")
+
+
+def shape_and_dtype(
+    message: runtime_pb2.Tensor, known: dict[str, torch.dtype] = FLOATS
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """The declared shape and type of a stranger's tensor. Raises ValueError when they make no sense.
+
+    :param known: the types that may be named
+    """
+    check_header(message)
+    if message.dtype not in known:
+        raise ValueError(f"values of type {message.dtype[:32]!r}")
+    return tuple(message.size), known[message.dtype]
 
 
 def expect_bytes(message: runtime_pb2.Tensor, expected: int) -> None:

@@ -9,12 +9,37 @@ import torch
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from hivemind.proto import runtime_pb2
 
-from volunteer_kit.swarm.codec_wire import expect_bytes, from_buffer, header, shape_and_dtype, to_bytes
+from volunteer_kit.swarm.codec_wire import (
+    FLOATS,
+    INTEGERS,
+    expect_bytes,
+    from_buffer,
+    header,
+    shape_and_dtype,
+    to_bytes,
+)
 
 # values that share one scale: 4 bytes of 1,024 in 8 bits, or of 256 in 4, are 0.4 % and 3 % of overhead
 BLOCK_SIZES = {8: 1024, 4: 256}
 RANGE_IN_SIGMAS = 6.0  # the uniform codec's buckets span +-3 standard deviations, as in the original run
 UNIFORM_4BIT, BLOCKWISE_4BIT = 16, 17  # in the message's `compression`, beyond hivemind's own
+
+
+class PlainCodec(NoCompression):
+    """hivemind's NoCompression, whose `extract` calls `numpy.dtype` with a stranger's text and believes any shape.
+
+    Layout: the values as they lie in memory; bfloat16 as float32, or (newer hivemind, by a setting) in two bytes each.
+    """
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        shape, dtype = shape_and_dtype(serialized_tensor, FLOATS | INTEGERS)
+        count, wire = math.prod(shape), dtype
+        if dtype == torch.bfloat16 and len(serialized_tensor.buffer) == 4 * count:
+            wire = torch.float32
+        expect_bytes(serialized_tensor, count * wire.itemsize)
+        if dtype == torch.bool:  # a byte that is neither 0 nor 1 is no bool
+            return (from_buffer(serialized_tensor.buffer, torch.uint8, count) != 0).reshape(shape)
+        return from_buffer(serialized_tensor.buffer, wire, count).to(dtype).reshape(shape)
 
 
 class Float16Codec(CompressionBase):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import torch
 from hivemind.averaging.partition import AllreduceException, BannedException
@@ -13,6 +13,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 
 from volunteer_kit.robust.bounds import bound_norms
 from volunteer_kit.swarm.codec import decode
+from volunteer_kit.swarm.errors import brief
 
 Reduce = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]  # parts and weights -> one part
 
@@ -26,10 +27,28 @@ def size_of(message: averaging_pb2.AveragingData | averaging_pb2.DownloadData) -
     return len(message.tensor_part.buffer)
 
 
-def read_values(message: runtime_pb2.Tensor) -> torch.Tensor:
-    """A stranger's tensor, in float32 if it is floating point, and outside any graph (it may ask for gradients)."""
-    tensor = decode(message).detach()
+def read_values(
+    message: runtime_pb2.Tensor, shape: Sequence[int] | None = None, codec: CompressionBase | None = None
+) -> torch.Tensor:
+    """A stranger's tensor, in float32 if it is floating point. Raises ValueError for what `decode` refuses.
+
+    :param shape: that is expected; None: not known
+    :param codec: that is in use; None: any
+    """
+    tensor = decode(message, shape, codec)
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+async def with_shapes(
+    messages: AsyncIterator[averaging_pb2.AveragingData], shapes: Sequence[torch.Size]
+) -> AsyncIterator[tuple[averaging_pb2.AveragingData, torch.Size]]:
+    """Each message with the shape that its part must have. Raises RefusedPart for one more than there are shapes."""
+    remaining = iter(shapes)
+    async for message in messages:
+        shape = next(remaining, None)
+        if shape is None:
+            raise RefusedPart("more parts than the slice has")
+        yield message, shape
 
 
 def reason_to_refuse(
@@ -170,7 +189,7 @@ class HeldPartReducer:
                 average = self._reduce(parts, weights)
                 answer.set_result(self._encode(part_index, average))
             except Exception as e:  # raised here it would blame the sender whose part was the last
-                answer.set_exception(AllreduceException(f"could not reduce: {e!r}"))
+                answer.set_exception(AllreduceException(f"could not reduce: {brief(e)}"))
                 answer.exception()
         held.clear()
         if all(future.done() for future in self._answers):

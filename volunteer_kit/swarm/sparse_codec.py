@@ -22,7 +22,6 @@ from volunteer_kit.swarm.codec_wire import expect_bytes, header, shape_and_dtype
 SPARSE = 18  # in the message's `compression`, beyond hivemind's own
 DENSITY = 1 / 80  # share of the values that travel
 _HEAD = struct.Struct("<IIBff")  # values, bits of the unary stream, Rice parameter, two magnitudes
-MAX_RICE = 31
 MAX_VALUES = 2**20  # of a part; a few bytes may stand for as many zeros as their header says
 
 
@@ -63,7 +62,7 @@ class SparseCodec(CompressionBase):
         return header(tensor, self.compression_type, buffer)
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """Raises ValueError unless it is exactly what `compress` makes of some part."""
+        """Raises ValueError unless it is exactly what `compress` makes of some part, at this density or a lower one."""
         shape, dtype = shape_and_dtype(serialized_tensor)
         numel, buffer = math.prod(shape), serialized_tensor.buffer
         if numel > MAX_VALUES:
@@ -71,7 +70,9 @@ class SparseCodec(CompressionBase):
         if len(buffer) < _HEAD.size:
             raise ValueError(f"{len(buffer)} bytes are no sparse part")
         count, unary_bits, rice, low, high = _HEAD.unpack_from(buffer)
-        if count > numel or rice > MAX_RICE or unary_bits > numel + count:
+        # more bits than these are no shortest code; the low bits of all gaps are bounded by 3 * numel with that
+        longest_rice = int(2 + math.log2(numel / count)) if 0 < count <= numel else 0
+        if count > math.ceil(self.density * numel) or rice > longest_rice or unary_bits > numel + count:
             raise ValueError(f"{count} values of {numel}, in {unary_bits} bits and {rice} each")
         if not 0 <= low <= high < math.inf:
             raise ValueError(f"magnitudes {low} and {high}")
@@ -124,7 +125,7 @@ def _rice_parameter(gaps: np.ndarray) -> int:
     if not len(gaps):
         return 0
     near = int(math.log2(gaps.mean() + 1))
-    return min(range(max(0, near - 2), min(MAX_RICE, near + 2)), key=lambda r: int((gaps >> r).sum()) + r * len(gaps))
+    return min(range(max(0, near - 2), near + 2), key=lambda r: int((gaps >> r).sum()) + r * len(gaps))
 
 
 def _unary(numbers: np.ndarray) -> np.ndarray:
@@ -142,9 +143,11 @@ def _low_bits(numbers: np.ndarray, width: int) -> np.ndarray:
 
 
 def _from_low_bits(bits: np.ndarray, width: int, count: int) -> np.ndarray:
-    """(count,) int64."""
-    weights = 1 << np.arange(width - 1, -1, -1)
-    return bits.reshape(count, width).astype(np.int64) @ weights
+    """(count,) int64; bit by bit, for a table of all bits as int64 has 8 bytes for each."""
+    numbers, table = np.zeros(count, np.int64), bits.reshape(count, width)
+    for place in range(width):
+        numbers = numbers << 1 | table[:, place]
+    return numbers
 
 
 def _pack(bits: np.ndarray) -> bytes:
