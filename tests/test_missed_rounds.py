@@ -47,6 +47,7 @@ class Averager(RoundsLogged):
         self.traffic, self.doorkeeper, self._p2p = Traffic(), Admission(), None
         self.tensors = [torch.zeros(shape) for shape in SHAPES]
         self.total_size = sum(tensor.numel() for tensor in self.tensors)
+        self.allreduce_kwargs, self.tensor_infos = {"compression": CODECS["none"], "part_size_bytes": 8}, None
         self._begin_to_keep()
 
     def get_tensors(self):

@@ -17,6 +17,8 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.logging import get_logger
 
+from volunteer_kit.swarm.errors import brief
+from volunteer_kit.swarm.message_body import read_body, unpack_body
 from volunteer_kit.swarm.verify_wire import MAX_ENVELOPE, MAX_ROUND_ID, STAGES, Seals
 
 logger = get_logger(__name__)
@@ -38,9 +40,12 @@ class Stage:
         self.complete = asyncio.Event()
         self.over = asyncio.Event()  # complete, or no longer waited for
 
-    def put(self, author: PeerID, envelope: bytes, message: Any) -> None:
+    def awaits(self, author: PeerID) -> bool:
         """The first word of each member counts."""
-        if author in self.expected and author not in self.messages:
+        return author in self.expected and author not in self.messages
+
+    def put(self, author: PeerID, envelope: bytes, message: Any) -> None:
+        if self.awaits(author):
             self.envelopes[author], self.messages[author] = envelope, message
             self._look()
 
@@ -59,13 +64,15 @@ class Board:
     """One round's words, in the process of one member."""
 
     def __init__(self, round_id: bytes, group: Sequence[PeerID]):
-        self.round_id, self.seals = round_id, Seals(round_id)
+        self.round_id, self.size, self.seals = round_id, len(group), Seals(round_id)
         self.stages = [Stage(group) for _ in STAGES]
 
     def take(self, stage: int, envelope: bytes, author: PeerID | None = None) -> None:
-        """Raises ValueError for what nobody of the group has sealed."""
-        said_by, message = self.seals.open(envelope, stage, author)
-        self.stages[stage].put(said_by, envelope, message)
+        """Raises ValueError for what nobody of the group has sealed. A second word of a member is not looked at."""
+        opened = self.seals.open(envelope, stage, author, self.stages[stage].awaits)
+        if opened is not None:
+            said_by, message = opened
+            self.stages[stage].put(said_by, envelope, message)
 
 
 class Boards:
@@ -105,7 +112,10 @@ class Boards:
     async def answer(self, request: averaging_pb2.DownloadData, caller: PeerID, patience: float):
         """Of rpc_tell: take the caller's envelope, and give all of the stage, if it asks for them: once it is over, or
         at once to who has nothing to tell, for its own patience is at an end."""
-        round_id, stage, wants = _read_request(request.metadata)
+        try:
+            round_id, stage, wants = _read_request(request.metadata)
+        except ValueError:
+            return averaging_pb2.DownloadData(metadata=b"unknown")
         board = await self.find(round_id, caller)
         if board is None:
             return averaging_pb2.DownloadData(metadata=b"unknown")
@@ -113,7 +123,7 @@ class Boards:
             try:
                 board.take(stage, request.tensor_part.buffer, caller)
             except ValueError as error:
-                logger.debug(f"{caller} told what cannot be taken: {error}")
+                logger.debug(f"{caller} told what cannot be taken: {brief(error)}")
         found: list[bytes] = []
         if wants:
             here = board.stages[stage]
@@ -130,12 +140,8 @@ class Boards:
 
 def _read_request(metadata: bytes) -> tuple[bytes, int, bool]:
     """Raises ValueError."""
-    try:
-        round_id, stage, wants = msgpack.unpackb(metadata, raw=False)
-    except Exception as error:
-        raise ValueError(f"no request: {error!r}"[:200]) from None
-    is_name = isinstance(round_id, bytes) and len(round_id) <= MAX_ROUND_ID
-    if not is_name or stage not in STAGES or type(wants) is not bool:
+    round_id, stage, wants = read_body(metadata, bytes, int, bool)
+    if len(round_id) > MAX_ROUND_ID or stage not in STAGES:
         raise ValueError("no request")
     return round_id, stage, wants
 
@@ -175,7 +181,7 @@ async def tell_all(
             answer = await asyncio.wait_for(stub_of(peer).rpc_tell(request), EARLY + patience)
             _take_answer(board, stage, answer)
         except Exception as error:  # whatever breaks a call; others have what it would have told us
-            logger.debug(f"{peer} was told in vain: {error!r}")
+            logger.debug(f"{peer} was told in vain: {brief(error)}")
 
     calls = [asyncio.create_task(call(peer, wants=not is_public and i < ASKED)) for i, peer in enumerate(others)]
     complete = asyncio.create_task(here.complete.wait())
@@ -196,10 +202,10 @@ async def tell_all(
 def _take_answer(board: Board, stage: int, answer: averaging_pb2.DownloadData) -> None:
     if answer.metadata == b"unknown" or len(answer.metadata) > 2 * MAX_ENVELOPE:
         return
-    found = msgpack.unpackb(answer.metadata, raw=False)
+    found = unpack_body(answer.metadata, 2 * MAX_ENVELOPE, most=board.size)
     for envelope in found if isinstance(found, list) else ():
         if isinstance(envelope, bytes):
             try:
                 board.take(stage, envelope)
             except ValueError as error:
-                logger.debug(f"what was passed on cannot be taken: {error}")
+                logger.debug(f"what was passed on cannot be taken: {brief(error)}")

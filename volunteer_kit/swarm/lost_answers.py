@@ -21,6 +21,8 @@ import msgpack
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
+from volunteer_kit.swarm.message_body import read_body
+
 RECOVERY = 0.5  # of an exchange's time, that more may be taken for it
 ASKING = 0.5  # of that, in which others tell how many they have; they may still be waiting themselves
 MARGIN = 0.05  # of it, before the round would be given up
@@ -117,7 +119,10 @@ class AnswersKept:
         """`metadata`: [exchange id, reducer, s to wait for the end of our own exchange with it] -> [parts that it
         answered us, parts of the asker's that have entered, None if we do not know]."""
         self.doorkeeper.check(context.remote_id, "show_answer")
-        exchange_id, reducer, patience = msgpack.unpackb(request.metadata, raw=False)
+        try:
+            exchange_id, reducer, patience = read_body(request.metadata, bytes, int, (int, float))
+        except ValueError:
+            return averaging_pb2.DownloadData(metadata=b"lacks")
         answers = self._answers_for(context.remote_id, exchange_id, reducer)
         if answers is None or not patience >= 0:  # NaN is no time at all
             return averaging_pb2.DownloadData(metadata=b"lacks")
@@ -129,7 +134,10 @@ class AnswersKept:
     ) -> averaging_pb2.DownloadData:
         """`metadata`: [exchange id, reducer, part] -> `tensor_part`: what that reducer answered us."""
         self.doorkeeper.check(context.remote_id, "show_answer")
-        exchange_id, reducer, part = msgpack.unpackb(request.metadata, raw=False)
+        try:
+            exchange_id, reducer, part = read_body(request.metadata, bytes, int, int)
+        except ValueError:
+            return averaging_pb2.DownloadData(metadata=b"lacks")
         answers = self._answers_for(context.remote_id, exchange_id, reducer)
         shown = answers.show(context.remote_id, reducer, part) if answers is not None else None
         if shown is None:
@@ -162,10 +170,10 @@ class Asking:
 
         async def ask(peer: PeerID) -> tuple[PeerID, int]:
             answer = await self._stubs[peer].rpc_count_answers(self._request(0.9 * seconds))
-            have, entered = msgpack.unpackb(answer.metadata, raw=False)
-            if type(entered) is int and entered >= 0:
+            have, entered = read_body(answer.metadata, int, (int, type(None)))
+            if entered is not None and entered >= 0:
                 self.entered = entered
-            return peer, min(have, total) if type(have) is int else 0
+            return peer, min(have, total)
 
         found: dict[PeerID, int] = {}
         asked = [asyncio.ensure_future(ask(peer)) for peer in self._stubs]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from typing import Any
 import msgpack
 import torch
 from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.partition import TensorPartContainer
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
@@ -30,8 +32,11 @@ from hivemind.utils.asyncio import enter_asynchronously
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm.agreement import Told, read_told
+from volunteer_kit.swarm.codec_wire import check_header
+from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.held_parts import read_values
 from volunteer_kit.swarm.lost_answers import DIGEST_SIZE, AnswersKept, Asking, GivenAnswers, parts_of
+from volunteer_kit.swarm.message_body import read_body, unpack_body
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE
 
@@ -41,6 +46,7 @@ ASKED = 5  # members at once
 LEAST_ACCOUNTS = 2  # that tell the same, in a run that knows accounts
 PATIENCE, LOOK_PATIENCE = 10.0, 2.0  # s, for their answers; and where a group is looked for meanwhile
 MAX_NAME = 4096  # bytes of what a round is called
+MAX_ROUND = 3 * MAX_NAME + 2 * 9 * MAX_GROUP_SIZE + 64  # bytes of all that is told of one
 NOT_OURS = -1  # place in the group of who was not in it
 LACKS, UNDER_WAY = b"lacks", b"under way"  # answers, where there is no round to tell of
 PARTS_AT_ONCE = 8  # on their way, of all reducers: each comes from another busy line
@@ -105,7 +111,10 @@ class RoundsLogged(AnswersKept):
         each reducer, values of each, digest] of the round that began with that; its parts by rpc_show_answer.
         UNDER_WAY: it is not over yet."""
         self.doorkeeper.check(context.remote_id, "show_answer")
-        held = read_told(msgpack.unpackb(request.metadata, raw=False))
+        try:
+            held = read_told(unpack_body(request.metadata))
+        except ValueError:
+            held = None
         for logged in reversed(self._log):
             if held is not None and logged.before.is_same(held):
                 told = [logged.exchange_id, logged.name, logged.counts, logged.sizes, logged.digest]
@@ -132,7 +141,7 @@ class RoundsLogged(AnswersKept):
         try:
             return future.result(timeout + PATIENCE)
         except Exception as error:
-            logger.info(f"Nothing was learnt of a round: {error!r}")
+            logger.info(f"Nothing was learnt of a round: {brief(error)}")
             future.cancel()
             return None
 
@@ -142,7 +151,7 @@ class RoundsLogged(AnswersKept):
             stubs = {peer: self.get_stub(self._p2p, peer, namespace=self.prefix) for peer in map(PeerID, donors)}
             found = await asyncio.wait_for(getattr(self, call)(held, stubs), timeout)
         except Exception as error:
-            logger.info(f"{call} of a round that we are not in: {error!r}")
+            logger.info(f"{call} of a round that we are not in: {brief(error)}")
         finally:
             if not future.done():
                 future.set_result(found)
@@ -163,7 +172,7 @@ class RoundsLogged(AnswersKept):
                 told = (await asyncio.wait_for(stubs[peer].rpc_show_round(request), patience)).metadata
                 return peer, told if told in (LACKS, UNDER_WAY) else _read_round(told)
             except Exception as error:
-                return peer, repr(error)
+                return peer, brief(error)
 
         told: dict[PeerID, Any] = {}
         asked, accounts = (
@@ -188,12 +197,15 @@ class RoundsLogged(AnswersKept):
             votes = self._votes(told)
             if votes[UNDER_WAY] and 2 * _know(votes) > votes.total():
                 return UNDER_WAY
-            why = dict(Counter(repr(one) for one in told.values() if not isinstance(one, tuple)))
+            why = dict(Counter(brief(one) for one in told.values() if not isinstance(one, tuple)))
             logger.info(f"Nobody can tell of the round that we missed: {why}, {len(said)} can")
             return None
         exchange_id, name, counts, sizes, digest = chosen
         if sum(sizes) != self.total_size:
             raise ValueError(f"a round of {sum(sizes)} values")
+        if sum(counts) > (most := await self._count_parts()):
+            raise ValueError(f"a round of {sum(counts)} parts, where ours have {most}")
+        codec, left = self.allreduce_kwargs["compression"], _most_bytes(sum(sizes), sum(counts))
         sources = {peer for peer, one in said.items() if one == chosen}
         askings = [Asking(exchange_id, reducer, {p: stubs[p] for p in sources}) for reducer in range(len(sizes))]
         wanted = ((asking, part) for asking, count in zip(askings, counts, strict=True) for part in range(count))
@@ -204,13 +216,16 @@ class RoundsLogged(AnswersKept):
         async with aclosing(parts_of(wanted, sources, PARTS_AT_ONCE)) as answers:
             async for message in answers:
                 reducer = next(reducers)
-                given.note(reducer, message)
+                check_header(message)
                 await self.traffic.receive(len(message.buffer))
+                end, left = places[reducer] + math.prod(message.size), left - len(message.buffer)
+                if not places[reducer] < end <= firsts[reducer + 1] or left < 0:
+                    raise ValueError("a part of more values than are left, or of none")
+                given.note(reducer, message)
                 hasher.update(message.buffer)
-                part = (await asyncio.to_thread(read_values, message)).reshape(-1)
-                end = places[reducer] + part.numel()
-                if end > firsts[reducer + 1] or not part.is_floating_point() or not part.isfinite().all():
-                    raise ValueError(f"{part.numel()} values that cannot be this round's")
+                part = (await asyncio.to_thread(read_values, message, None, codec)).reshape(-1)
+                if not part.is_floating_point() or not part.isfinite().all():
+                    raise ValueError("values that cannot be this round's")
                 vector[places[reducer] : end] = part
                 places[reducer] = end
         if next(reducers, None) is not None:
@@ -222,6 +237,13 @@ class RoundsLogged(AnswersKept):
                 tensor.copy_(part.view(tensor.shape))
         self._log_round(exchange_id, given, held, name)
         return name
+
+    async def _count_parts(self) -> int:
+        """Of a whole round: where one part ends and the next begins does not depend on who reduces what."""
+        options = {name: self.allreduce_kwargs[name] for name in ("compression", "part_size_bytes")}
+        async with enter_asynchronously(self.get_tensors()) as tensors:
+            container = TensorPartContainer(tensors, (1.0,), tensor_infos=self.tensor_infos, **options)
+        return sum(container.num_parts_by_peer)
 
     def _votes(self, told: dict[PeerID, Any]) -> Counter:
         """Accounts that say each of these; a peer of which no account is known has no vote."""
@@ -238,16 +260,21 @@ class RoundsLogged(AnswersKept):
         return 1 if self.doorkeeper.is_open else LEAST_ACCOUNTS
 
 
+def _most_bytes(values: int, parts: int) -> int:
+    """That the averages of a round have at most, in any codec: 8 for a value, and what stands before a part's."""
+    return 8 * values + 2**11 * parts
+
+
 def _know(votes: Counter) -> int:
     """Accounts for which the round has begun."""
     return sum(count for one, count in votes.items() if one == UNDER_WAY or isinstance(one, tuple))
 
 
 def _read_round(metadata: bytes) -> tuple[bytes, bytes, tuple[int, ...], tuple[int, ...], bytes] | None:
-    """A stranger's words of one round; None: none that could be."""
-    exchange_id, name, counts, sizes, digest = msgpack.unpackb(metadata, raw=False)
-    fine = all(type(word) is bytes and len(word) <= MAX_NAME for word in (exchange_id, name, digest))
-    fine = fine and type(counts) is list and type(sizes) is list and len(counts) == len(sizes) <= MAX_GROUP_SIZE
+    """A stranger's words of one round; None: none that could be. Raises ValueError for what cannot be read."""
+    types = (bytes, bytes, list, list, bytes)
+    exchange_id, name, counts, sizes, digest = read_body(metadata, *types, longest=MAX_ROUND, most=MAX_GROUP_SIZE)
+    fine = all(len(word) <= MAX_NAME for word in (exchange_id, name, digest)) and len(counts) == len(sizes)
     if not fine or not all(type(number) is int and 0 <= number < 2**40 for number in (*counts, *sizes)):
         return None
     return exchange_id, name, tuple(counts), tuple(sizes), digest

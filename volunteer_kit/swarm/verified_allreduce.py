@@ -16,7 +16,8 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 
 from volunteer_kit.robust.messages import Commit
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
-from volunteer_kit.swarm.held_parts import RefusedPart, read_values
+from volunteer_kit.swarm.codec_wire import check_header
+from volunteer_kit.swarm.held_parts import RefusedPart, read_values, with_shapes
 from volunteer_kit.swarm.verify_wire import ANSWER_DIGEST, PART_DIGEST, part_digest
 
 NOT_PROMISED = "bytes that it had not committed to"
@@ -30,6 +31,7 @@ class EncodedParts:
     def __init__(self, tensors: Sequence[torch.Tensor], compression: CompressionBase, **container_options: Any):
         container = TensorPartContainer(tensors, (1.0,), compression, return_deltas=False, **container_options)
         parts = list(container._input_parts_by_peer[0])
+        self.codec = compression
         self.messages = [compression.compress(part, info) for part, info in parts]
         self.sizes = [part.numel() for part, _ in parts]
         container.finalize()
@@ -111,9 +113,14 @@ class VerifiedAllReduce(SwarmAllReduce):
         if commit is None:
             self.refused[sender] = NO_PROMISE
             raise RefusedPart(NO_PROMISE)
-        async for message in stream:
+        async for message, shape in with_shapes(stream, self.tensor_part_reducer.shapes):
             place = first + len(self.kept[sender])
             promised = commit.parts[place * PART_DIGEST : (place + 1) * PART_DIGEST]
+            try:
+                check_header(message.tensor_part, shape)
+            except ValueError as error:
+                self.refused[sender] = str(error)
+                raise RefusedPart(str(error)) from None
             if part_digest(message.tensor_part) != promised or message.weight != commit.weight:
                 self.refused[sender] = NOT_PROMISED
                 raise RefusedPart(NOT_PROMISED)

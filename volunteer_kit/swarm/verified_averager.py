@@ -24,7 +24,9 @@ from volunteer_kit.swarm.agreement import apart, read_told
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.broadcast import Boards
+from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.kept_waiting import KeptWaiting
+from volunteer_kit.swarm.message_body import read_body
 from volunteer_kit.swarm.options import STAGE_SHARE, STAGES
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.verified_allreduce import EncodedParts, VerifiedAllReduce
@@ -120,7 +122,10 @@ class VerifiedAverager(SwarmAverager):
     ) -> averaging_pb2.DownloadData:
         """`metadata`: [round id, sender, part] -> `tensor_part`: what that sender, whom we accuse, had sent us."""
         self.doorkeeper.check(context.remote_id, "show_part")
-        round_id, sender, part = msgpack.unpackb(request.metadata, raw=False)
+        try:
+            round_id, sender, part = read_body(request.metadata, bytes, int, int)
+        except ValueError:
+            return averaging_pb2.DownloadData(metadata=b"lacks")
         exchange = self._exchanges.get(round_id)
         shown = exchange.evidence.get((sender, part)) if exchange is not None else None
         if shown is None:
@@ -207,8 +212,8 @@ class VerifiedAverager(SwarmAverager):
             await exchange.verify(self._runner, tensors)
             self._note_who_is_silent(exchange.round)
         except Exception as error:
-            logger.warning(f"This round was not verified: {error!r}")
-            exchange.round.void = repr(error)[:200]
+            logger.warning(f"This round was not verified: {brief(error)}")
+            exchange.round.void = brief(error)
         if exchange.lost:
             outcome.received = await asyncio.to_thread(exchange.drop_lost, self._runner, tensors)
             outcome.failed_reducers = tuple(str(exchange.round.group[place]) for place in sorted(exchange.lost))

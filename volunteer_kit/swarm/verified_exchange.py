@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
+from hivemind.compression import CompressionBase
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.crypto import RSAPrivateKey
@@ -23,6 +24,7 @@ from volunteer_kit.robust.sketch import sketch
 from volunteer_kit.robust.standing import Strike
 from volunteer_kit.robust.verified_round import VerifiedRound
 from volunteer_kit.swarm.broadcast import Boards, tell_all
+from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.held_parts import read_values
 from volunteer_kit.swarm.verified_allreduce import EncodedParts, VerifiedAllReduce
 from volunteer_kit.swarm.verify_wire import COMMIT, PART_DIGEST, REVEAL, STATEMENT, part_digest, seal
@@ -83,6 +85,7 @@ class VerifiedExchange:
         self.board = boards.open(round_id, group)
         self.encoded: EncodedParts | None = None  # until the round is verified
         self._sizes: list[int] = []  # of its parts, in values
+        self._codec: CompressionBase | None = None  # that they travel in
         self.evidence: dict[tuple[int, int], runtime_pb2.Tensor] = {}  # (sender, part) -> what it had sent
         self._table: Table | None = None
         self.sent_bytes = 0
@@ -90,7 +93,7 @@ class VerifiedExchange:
 
     async def commit(self, weight: float, samples: Samples, encoded: EncodedParts) -> None:
         """Promise, and hear what the others promise; then it is known whose parts enter."""
-        self.encoded, self._sizes = encoded, encoded.sizes
+        self.encoded, self._sizes, self._codec = encoded, encoded.sizes, encoded.codec
         digests = await asyncio.to_thread(encoded.digests)
         heard = await self._tell(COMMIT, self.round.commit(weight, samples, digests))
         whole = {peer: said for peer, said in heard.items() if len(said.parts) == PART_DIGEST * len(encoded)}
@@ -173,17 +176,17 @@ class VerifiedExchange:
             stub = self._stub_of(self.round.group[accuser])
             answer = await asyncio.wait_for(stub.rpc_show_part(request), self._patience)
         except Exception as error:  # the line, or a member that has left
-            logger.debug(f"an accuser did not answer: {error!r}")
+            logger.debug(f"an accuser did not answer: {brief(error)}")
             async with self.busy:
                 self.round.no_proof(accuser)
             return False
         try:
             promised = self.round.commits[sender].parts[part * PART_DIGEST : (part + 1) * PART_DIGEST]
             if part_digest(answer.tensor_part) == promised:
-                values = await asyncio.to_thread(read_values, answer.tensor_part)
+                values = await asyncio.to_thread(read_values, answer.tensor_part, (self._sizes[part],), self._codec)
                 true = await asyncio.to_thread(self._table.row, part, values.reshape(-1))
         except Exception as error:  # bytes that nobody can read prove nothing
-            logger.debug(f"an accusation could not be proven: {error!r}")
+            logger.debug(f"an accusation could not be proven: {brief(error)}")
         async with self.busy:
             self.round.prove(accuser, sender, part, true)
         return True
@@ -206,7 +209,7 @@ class Table:
         seed: bytes,
         sums: int,
     ):
-        self._seed, self._size = seed, sums
+        self._seed, self._size, self.width = seed, sums, SUMS + sums
         self._offsets = encoded.offsets
         vector = torch.cat([tensor.detach().reshape(-1).float() for tensor in averages])
         self._averages = vector.split(encoded.sizes)
@@ -237,12 +240,18 @@ class Held(Mapping[int, np.ndarray]):
     """Place of a sender -> numbers of our parts that it sent, (parts that came, 2 + sums); made when asked for."""
 
     def __init__(self, table: Table, runner: VerifiedAllReduce, group: Sequence[PeerID]):
-        self._table, self._first = table, runner.first_part(runner.own)
+        self._table, self._first, self._codec = table, runner.first_part(runner.own), runner.codec
+        self._shapes = runner.tensor_part_reducer.shapes
         self._kept = {place: runner.kept[peer] for place, peer in enumerate(group) if runner.kept.get(peer)}
 
     def __getitem__(self, place: int) -> np.ndarray:
-        values = (read_values(message).reshape(-1) for message in self._kept[place])
-        return np.stack([self._table.row(self._first + i, part) for i, part in enumerate(values)])
+        rows = []
+        for i, (message, shape) in enumerate(zip(self._kept[place], self._shapes, strict=False)):  # or it gave fewer
+            try:
+                rows.append(self._table.row(self._first + i, read_values(message, shape, self._codec).reshape(-1)))
+            except ValueError:  # bytes that it had promised, and that are no part: it was refused, and sent no more
+                break
+        return np.asarray(rows).reshape(len(rows), self._table.width)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -33,6 +33,10 @@ from volunteer_kit.robust.messages import (
 )
 from volunteer_kit.robust.reducing import SUMS
 from volunteer_kit.robust.standing import CAUSES
+from volunteer_kit.swarm.codec_wire import check_header
+from volunteer_kit.swarm.errors import brief
+from volunteer_kit.swarm.identity import is_peer_id
+from volunteer_kit.swarm.message_body import open_body, read_body
 
 COMMIT, REVEAL, STATEMENT = STAGES = range(3)
 MAX_ENVELOPE = 2**21  # bytes; a statement of 125.9 M parameters has about 20 KB, a list of 4,096 samples 60 KB
@@ -43,11 +47,16 @@ MAX_NAME = 256  # bytes
 MAX_MEMBERS = 1024
 MAX_ROUND_ID = 256  # bytes
 MAX_REPORT = 2**17  # bytes; 64 for each reducer
+MAX_NAMES, MAX_LISTS = 2**20, 2**17  # of samples in a statement, and of those whose names are lists
 
 
 def part_digest(part: runtime_pb2.Tensor, digest_size: int = PART_DIGEST) -> bytes:
     """Of a part as it is sent, and how it is to be read: the same bytes are other values in another codec. Who shows it
-    later is the one who received it, so a sender gains nothing by two parts of one digest."""
+    later is the one who received it, so a sender gains nothing by two parts of one digest.
+
+    Raises ValueError for a part with more around its values than any has.
+    """
+    check_header(part)
     about = repr((part.compression, part.dtype, tuple(part.size), len(part.buffer))).encode()
     digest = hashlib.blake2b(about, digest_size=digest_size, person=b"part")
     digest.update(part.buffer)
@@ -76,7 +85,7 @@ def unpack(stage: int, words: Any) -> Commit | Reveal | Statement:
     try:
         return (_commit, _reveal, _statement)[stage](*words)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError, AttributeError) as error:
-        raise ValueError(f"no message of stage {stage}: {error}"[:200]) from None
+        raise ValueError(f"no message of stage {stage}: {brief(error)}") from None
 
 
 def _commit(weight, samples, parts, nonce, distrusts, bans, due, news, of, stated) -> Commit:
@@ -111,7 +120,7 @@ def pack_samples(samples: Samples) -> list:
 
 def unpack_samples(words: Any) -> Samples:
     names, stale, microbatches = words
-    return Samples(tuple(_name(name) for name in _list(names, 2**20)), _count(stale), _count(microbatches))
+    return Samples(tuple(_name(name) for name in _list(names, MAX_NAMES)), _count(stale), _count(microbatches))
 
 
 def _pack_news(news: News) -> list:
@@ -198,32 +207,47 @@ class Seals:
         self._round_id = round_id
         self._keys: dict[PeerID, RSAPublicKey] = {}
 
-    def open(self, envelope: bytes, stage: int, author: PeerID | None = None) -> tuple[PeerID, Any]:
-        """:param author: whose it must be; None: whoever has signed it (a commitment)
-        :returns: (author, message). Raises ValueError for anything that its author has not signed for this stage"""
-        if len(envelope) > MAX_ENVELOPE:
-            raise ValueError("an envelope too large")
+    def open(
+        self,
+        envelope: bytes,
+        stage: int,
+        author: PeerID | None = None,
+        is_awaited: Callable[[PeerID], bool] = lambda peer: True,
+    ) -> tuple[PeerID, Any] | None:
+        """What is said is not unpacked before it is known who has signed it, and that it is awaited of this member.
+
+        :param author: whose it must be; None: whoever has signed it (a commitment)
+        :returns: (author, message); None: it is not awaited
+        Raises ValueError for anything that its author has not signed for this stage.
+        """
+        body, signature, said_by = read_body(envelope, bytes, bytes, bytes, longest=MAX_ENVELOPE)
+        reader = open_body(body, MAX_ENVELOPE, most=MAX_NAMES, lists=MAX_LISTS)
         try:
-            body, signature, said_by = msgpack.unpackb(envelope, raw=False, strict_map_key=True)
-            round_id, said_stage, words = msgpack.unpackb(body, raw=False, strict_map_key=True)
-            if not isinstance(signature, bytes):
-                raise ValueError("a signature that is none")
+            length, round_id, said_stage = reader.read_array_header(), reader.unpack(), reader.unpack()
         except Exception as error:  # msgpack has a dozen of them
-            raise ValueError(f"no envelope: {error!r}"[:200]) from None
+            raise ValueError(f"no envelope: {brief(error)}") from None
+        if length != 3:
+            raise ValueError("no envelope")
         if round_id != self._round_id or said_stage != stage:
             raise ValueError("an envelope of another round or stage")
         if stage == COMMIT:
             signer, key = _owner_of(said_by)
-        elif isinstance(said_by, bytes) and isinstance(signature, bytes) and PeerID(said_by) in self._keys:
+        elif is_peer_id(said_by) and PeerID(said_by) in self._keys:
             signer = PeerID(said_by)
             key = self._keys[signer]
         else:
             raise ValueError("an envelope of somebody whose key nobody has shown")
         if author is not None and signer != author:
             raise ValueError("another member's envelope")
+        if not is_awaited(signer):
+            return None
         if not key.verify(body, base64.b64encode(signature)):
             raise ValueError("a forged envelope")
         self._keys.setdefault(signer, key)
+        try:
+            words = reader.unpack()
+        except Exception as error:
+            raise ValueError(f"no message of stage {stage}: {brief(error)}") from None
         return signer, unpack(stage, words)
 
 
