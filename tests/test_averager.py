@@ -19,11 +19,12 @@ from tests.allreduce_group import make_averager
 from tests.trust import RunKeys
 from volunteer_kit.robust.standing import Settings
 from volunteer_kit.swarm.admission import Admission, NotAdmitted
-from volunteer_kit.swarm.admitted_averager import MAX_GATHERED_BYTES, AdmittedAverager
+from volunteer_kit.swarm.admitted_averager import AdmittedAverager
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.shares import in_proportion
+from volunteer_kit.swarm.told_group import MAX_GATHERED_BYTES
 
 A, B, C, D = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 5))
 

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 VERSION = 1
 MAX_ENVELOPE = 65_536  # bytes
+MAX_ITEMS = 1024  # of a list in it; pardons are 1000
 DAY = 86_400.0  # s
 PREFIX = "ed25519:"
 NO_KEY = f"{PREFIX}{'A' * 43}"  # in the place of a key that is not made yet
@@ -67,7 +68,10 @@ class Certificate:
     @classmethod
     def from_bytes(cls, data: bytes) -> Certificate:
         """Raises TokenError (malformed)."""
-        return cls(*unpack(data, (str, str, bytes, float, bytes)))
+        certificate = cls(*unpack(data, (str, str, bytes, float, bytes)))
+        if len(certificate.public_key) != 32 or len(certificate.signature) != 64:
+            raise TokenError("malformed", "it has no key, or no signature")
+        return certificate
 
 
 @dataclass(frozen=True)
@@ -315,8 +319,10 @@ def parse_public_keys(text: str) -> tuple[bytes, ...]:
 
 def unpack(data: bytes, types: tuple[type, ...], version: int | None = None) -> Any:
     """A stranger's msgpack list of just these types, `version` before them. Raises TokenError (malformed)."""
+    if len(data) > MAX_ENVELOPE:
+        raise TokenError("malformed", "it is too long")
     try:
-        found = msgpack.unpackb(data, strict_map_key=True)
+        found = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=0, max_ext_len=0)
     except ValueError as error:  # all of msgpack's are
         raise TokenError("malformed", "it cannot be read") from error
     if not isinstance(found, list):
@@ -333,13 +339,18 @@ def _signed(run_id: str, kind: str, payload: bytes) -> bytes:
     return b"volunteer-kit statement\0" + msgpack.packb([run_id, kind, payload])
 
 
-@lru_cache(maxsize=4096)  # a token is shown with each call
 def _verify(public_key: bytes, signature: bytes, message: bytes) -> bool:
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+        _verify_once(public_key, signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+@lru_cache(maxsize=4096)  # a token is shown with each call
+def _verify_once(public_key: bytes, signature: bytes, message: bytes) -> None:
+    """Raises InvalidSignature or ValueError, and then nothing is kept: forged messages of 64 kB would fill 268 MB."""
+    Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
 
 
 def _public(key: Ed25519PrivateKey) -> bytes:

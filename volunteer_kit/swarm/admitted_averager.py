@@ -21,7 +21,6 @@ from volunteer_kit.swarm.told_group import read_entry
 # s; p2pd resets a stream that the answering side closes first, and what the other has not read by then is lost: one
 # answer in a few hundred, with it a slice of the average or a place in the group. Who answers waits to be hung up on.
 LINGER = 5.0
-MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 500 bytes
 TOKEN_PATIENCE = 5.0  # s that a member's part may come before the group's list with its token
 MAX_WAITING = 256  # strangers that wait for that at once
 
@@ -106,8 +105,6 @@ class AdmittedAverager(DecentralizedAverager):
 
     def _can_be_told_on(self, gathered: bytes, peer_id: PeerID) -> bool:
         """May what a follower tells go to the whole group? Junk of one would break the round for all."""
-        if len(gathered) > MAX_GATHERED_BYTES:
-            return False
         entry = read_entry(gathered, self.serializer)
         if entry is None or self.doorkeeper.is_open:
             return entry is not None

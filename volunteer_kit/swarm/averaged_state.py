@@ -13,6 +13,7 @@ from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm.agreement import BEGINNING, advance, prevailing, read_all
 from volunteer_kit.swarm.averaged_differences import AveragedDifferences
+from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.ground import ASTRAY, Ground
 from volunteer_kit.swarm.state_round import REMEMBERED, OwnSteps, reason_to_keep_own
 
@@ -66,7 +67,7 @@ class AveragedState(AveragedDifferences):
                 self._lineage = advance(BEGINNING, outcome.name)
                 self.describe()
         except BaseException as e:
-            logger.log(self.status_loglevel, f"State averaging failed: {e!r}")
+            logger.log(self.status_loglevel, f"State averaging failed: {brief(e)}")
 
     def take_remarks(self) -> dict[str, str]:
         """What there is to be told of the rounds since this was asked last, by whom or what it is about."""

@@ -25,9 +25,10 @@ from hivemind.utils.asyncio import achain, as_aiter, enter_asynchronously
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.robust.mean import weighted_mean
-from volunteer_kit.swarm.admitted_averager import LINGER, MAX_GATHERED_BYTES, TOKEN_PATIENCE, AdmittedAverager
+from volunteer_kit.swarm.admitted_averager import LINGER, TOKEN_PATIENCE, AdmittedAverager
 from volunteer_kit.swarm.agreement import under_order
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
+from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.left_over import RoundsShare
@@ -36,6 +37,8 @@ from volunteer_kit.swarm.pace import Pace
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE, SharedWords
 from volunteer_kit.swarm.told_group import (
+    DIGEST_SIZE,
+    MAX_GATHERED_BYTES,
     MAX_GROUP_ID,
     MISQUOTED,
     OTHER_GROUP,
@@ -139,6 +142,9 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         await self._let_in_sender(context.remote_id)
         first = await anext(stream)
+        if len(first.group_id) > MAX_GROUP_ID + DIGEST_SIZE:
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+            return
         if first.group_id not in self._running_groups and not self._was_split(first.group_id):
             await self._pending_groups_registered.wait()
         runner = self._running_groups.get(first.group_id)
@@ -235,7 +241,7 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
             raise
         except Exception as e:
             logger.debug("averaging failed", exc_info=True)
-            raise MatchmakingException(f"Unable to run All-Reduce: {e!r}") from e
+            raise MatchmakingException(f"Unable to run All-Reduce: {brief(e)}") from e
 
     def _read_group(self, group_info: GroupInfo) -> tuple[tuple[AveragingMode, ...], list[float | None], dict]:
         """What the leader says of the group, checked: a leader is a stranger too."""

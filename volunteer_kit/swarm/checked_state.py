@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from volunteer_kit.swarm.agreement import BEGINNING, LINEAGE_SIZE, MAX_EPOCH, MAX_SEQUENCE
+from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.transfer import StateRefused
 
 
@@ -27,13 +28,13 @@ class CheckedState:
     def check_metadata(self, metadata: Any) -> None:
         epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
         if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
-            raise StateRefused(f"epoch {epoch!r}")
+            raise StateRefused(f"epoch {brief(epoch)}")
         lineage = metadata.get("lineage", BEGINNING.hex())  # old checkpoints have none
         if not isinstance(lineage, str) or not re.fullmatch(f"[0-9a-f]{{{2 * LINEAGE_SIZE}}}", lineage):
-            raise StateRefused(f"lineage {lineage!r}"[:200])
+            raise StateRefused(f"lineage {brief(lineage)}")
         order = metadata.get("order", 0)
         if type(order) is not int or not 0 <= order < MAX_SEQUENCE:
-            raise StateRefused(f"order {order!r}"[:200])
+            raise StateRefused(f"order {brief(order)}")
         numbers = metadata.get("numbers")
         own_numbers = [value for _, _, value in self._statistics() if not isinstance(value, torch.Tensor)]
         if not isinstance(numbers, list) or len(numbers) != len(own_numbers):

@@ -23,11 +23,13 @@ import msgpack
 import torch
 
 from volunteer_kit.swarm.manifest import CHUNK_SIZE, MAX_CHUNKS, ROOT_SIZE, Manifest
+from volunteer_kit.swarm.message_body import read_body
 
 ALIGN = 4096  # bytes; tensors begin at whole pages
 HEADER = struct.Struct("<8sQ")  # magic, bytes of msgpack that follow
 MAGIC = b"vkstate1"
-MAX_HEADER = 2**24
+MAX_HEADER = 2**24  # bytes
+MAX_NUMBERS = 2**20  # plain numbers or tensors of a state
 STATE, HASHES, HAVE = "state", "hashes", "have"
 LEFT_FOR = 3600.0  # s; no disk takes as long for a state
 HASHED_AT_ONCE = 2**22  # bytes of a tensor looked at together
@@ -288,10 +290,12 @@ class ChunkStore:
         Raises ChunksError if the state is another model's, OSError.
         """
         with open(self.path / STATE, "rb") as file:
-            magic, length = HEADER.unpack(file.read(HEADER.size))
+            head = file.read(HEADER.size)
+            magic, length = HEADER.unpack(head) if len(head) == HEADER.size else (b"", 0)
             if magic != MAGIC or length > MAX_HEADER:
                 raise ChunksError("no state")
-            epoch, lineage, numbers, sizes = msgpack.unpackb(file.read(length))
+            types = (int, str, list, list)
+            epoch, lineage, numbers, sizes = read_body(file.read(length), *types, longest=MAX_HEADER, most=MAX_NUMBERS)
             if sizes != [tensor.numel() * tensor.element_size() for tensor in like]:
                 raise ChunksError("another model's or optimizer's state")
             file.seek(-(HEADER.size + length) % ALIGN, os.SEEK_CUR)

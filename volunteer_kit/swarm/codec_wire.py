@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from google.protobuf.message import Message
 from hivemind.proto import runtime_pb2
 
 MAX_PART_ELEMENTS = 2**28  # 1 GiB of float32; the bound where no shape is expected
@@ -29,14 +30,21 @@ def header(tensor: torch.Tensor, compression: int, buffer: bytes) -> runtime_pb2
     )
 
 
+def check_around(message: Message, values: int, most: int = MAX_AROUND) -> None:
+    """Raises ValueError for a message with more than `most` bytes beside its values: fields of other kits among them,
+    and all of it stays in memory for as long as a part of it does."""
+    if (around := message.ByteSize() - values) > most:
+        raise ValueError(f"{around} bytes around {values} of values")
+
+
 def check_header(message: runtime_pb2.Tensor, shape: Sequence[int] | None = None) -> None:
     """Raises ValueError unless what surrounds the buffer is short, and the declared shape is possible.
 
     :param shape: that is expected; None: any of MAX_PART_ELEMENTS elements at most
     """
-    around = message.ByteSize() - len(message.buffer)
-    if around > MAX_AROUND or len(message.size) > MAX_DIMENSIONS:
-        raise ValueError(f"{around} bytes and {len(message.size)} sizes around a tensor's values")
+    check_around(message, len(message.buffer))
+    if len(message.size) > MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(message.size)} dimensions")
     # no size may be hidden behind a zero: the strides of such a shape overflow
     if math.prod(size for size in message.size if size) > MAX_PART_ELEMENTS:
         raise ValueError(f"a tensor of shape {tuple(message.size)} is out of bounds")

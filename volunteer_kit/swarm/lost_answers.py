@@ -21,6 +21,7 @@ import msgpack
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
+from volunteer_kit.swarm.codec_wire import check_around
 from volunteer_kit.swarm.message_body import read_body
 
 RECOVERY = 0.5  # of an exchange's time, that more may be taken for it
@@ -198,6 +199,7 @@ class Asking:
             with suppress(Exception):
                 asked = self._stubs[peer].rpc_show_answer(self._request(part))
                 answer = await asyncio.wait_for(asked, PART_PATIENCE)
+                check_around(answer, len(answer.tensor_part.buffer))
                 if answer.tensor_part.buffer:
                     return answer.tensor_part
             sources.discard(peer)

@@ -27,19 +27,25 @@ from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import get_dht_time
+from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import cancel_and_wait
+from hivemind.utils.logging import get_logger
 from hivemind.utils.serializer import SerializerBase
 
 from volunteer_kit.swarm.deadlines import Deadline
+from volunteer_kit.swarm.errors import brief
+from volunteer_kit.swarm.identity import is_peer_id
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE
 from volunteer_kit.swarm.shares import MAX_NAMED, NAME_SIZE
 
+logger = get_logger(__name__)
 LED_APART = "the leader told members different groups"
 MISQUOTED = "the leader told the group something else of us than we had told it"
 # what a member answers that runs a group of other words at this moment; who has just left any answers BAD_GROUP_ID
 OTHER_GROUP = averaging_pb2.PROTOCOL_VIOLATION
 MAX_GROUP_ID = 64  # bytes; hivemind's have 20
+MAX_GATHERED_BYTES = 4096  # what one member may tell its group; ours is under 500 bytes
+MAX_REDIRECTS = 8  # leaders, each of which sends us on to the next
 DIGEST_SIZE = MARK_SIZE = 16
 # of the run's matchmaking_time, and s: waited for who is expected, at least. An entry takes a second or two to spread
 MATCHMAKING_FLOOR, LEAST_MATCHMAKING = 1 / 5, 1.0
@@ -93,6 +99,8 @@ UNUSABLE = Entry(0.0, AveragingMode.AUX, None)  # neither sends nor reduces
 
 def read_entry(data: bytes, serializer: type[SerializerBase]) -> Entry | None:
     """None: no group could use it."""
+    if len(data) > MAX_GATHERED_BYTES:
+        return None
     try:
         bandwidth, mode, user_data, *more = serializer.loads(data)
         words = serializer.loads(user_data)
@@ -143,6 +151,19 @@ def _is_bandwidth(told: Any) -> bool:
 
 
 # --- what a leader told of them ---
+
+
+def check_group(told: averaging_pb2.MessageFromLeader) -> None:
+    """Raises ValueError unless a leader's list is short, and of peers."""
+    size = len(told.ordered_peer_ids)
+    if not 0 < len(told.group_id) <= MAX_GROUP_ID:
+        raise ValueError(f"a group with a name of {len(told.group_id)} bytes")
+    if not 1 < size <= MAX_GROUP_SIZE or len(told.gathered) != size:
+        raise ValueError(f"a group of {size} peers, with what {len(told.gathered)} told")
+    if not all(map(is_peer_id, told.ordered_peer_ids)):
+        raise ValueError("a group with a member that is no peer")
+    if (longest := max(map(len, told.gathered))) > MAX_GATHERED_BYTES:
+        raise ValueError(f"a member told its group {longest} bytes")
 
 
 def exchange_id(group: GroupInfo) -> bytes:
@@ -202,6 +223,8 @@ class WaryMatchmaking(Matchmaking):
         self._declared_until = 0.0  # DHT time, the latest that we have told
         self._declare = self.group_key_manager.declare_averager
         self.group_key_manager.declare_averager = self._declare_and_note
+        self.group_key_manager.get_averagers = self._find_averagers
+        self._redirects = 0
 
     @property
     def min_group_size(self) -> int:
@@ -222,6 +245,16 @@ class WaryMatchmaking(Matchmaking):
     async def _declare_and_note(self, group_key: str, peer_id: PeerID, expiration_time: float, **kwargs) -> bool:
         self._declared_until = max(self._declared_until, expiration_time)
         return await self._declare(group_key, peer_id, expiration_time, **kwargs)
+
+    async def _find_averagers(self, group_key: str, only_active: bool) -> list[tuple[PeerID, float]]:
+        """hivemind's, which makes a peer id of any bytes that a stranger stored, and prints those that are none."""
+        found = await self.group_key_manager.dht.get(group_key, latest=True, return_future=True)
+        records = found.value if found is not None and isinstance(found.value, dict) else {}
+        return [
+            (PeerID(key), record.expiration_time)
+            for key, record in records.items()
+            if is_peer_id(key) and isinstance(record, ValueWithExpiration) and (record.value or not only_active)
+        ]
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Until all who are expected are here; or when all are who will come for certain, and the last groups took no
@@ -285,9 +318,17 @@ class WaryMatchmaking(Matchmaking):
         return group_id in self._misquoted
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        if self._avoided.get(leader, 0.0) > time.monotonic():
+        if self._avoided.get(leader, 0.0) > time.monotonic() or self._redirects >= MAX_REDIRECTS:
             return None
-        return await super()._request_join_group(leader)
+        self._redirects += 1
+        try:
+            return await super()._request_join_group(leader)
+        except ValueError as error:  # it sends us on to what is no peer, or its group is none
+            logger.debug(f"{leader} is not followed: {brief(error)}")
+            self.avoid(leader)
+            return None
+        finally:
+            self._redirects -= 1
 
     async def leader_assemble_group(self) -> GroupInfo:
         self.leader = self.peer_id
@@ -296,6 +337,8 @@ class WaryMatchmaking(Matchmaking):
         return group
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
+        """Raises ValueError for a group that cannot be one."""
+        check_group(msg)
         self.leader = leader
         group = await super().follower_assemble_group(leader, msg)
         self.groups.append(exchange_id(group))

@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
 import torch
-from hivemind.compression import deserialize_torch_tensor
+from hivemind.compression import CompressionBase
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
@@ -25,6 +25,9 @@ from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
 
 from volunteer_kit.swarm.agreement import rank_donors
 from volunteer_kit.swarm.chunk_transfer import ChunkTransfer
+from volunteer_kit.swarm.codec import decode
+from volunteer_kit.swarm.codec_wire import check_around, check_header
+from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.held_parts import size_of
 from volunteer_kit.swarm.identity import is_peer_id
 
@@ -131,7 +134,7 @@ class StateTransfer(ChunkTransfer):
                     await self._download_from(donor, parameters, statistics)
                     return
                 except Exception as e:
-                    logger.warning(f"Could not download the state from {donor}: {e!r}")
+                    logger.warning(f"Could not download the state from {donor}: {brief(e)}")
                     if parameters.done():
                         return
         except Exception:
@@ -156,13 +159,15 @@ class StateTransfer(ChunkTransfer):
         stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
         async with aclosing(stream):
             received = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
-            state = IncomingState(self.state_sizes())
+            state = IncomingState(self.state_tensors(), self.state_compression)
             async for message in self.traffic.received(received, size_of):
                 if statistics.cancelled():
                     return
                 if state.metadata is None:
                     state.metadata = self._read_manifest(message.metadata, state.sizes)
-                state.add(message)
+                    message.metadata = b""
+                if state.add(message):
+                    await asyncio.to_thread(state.read)
                 self._arrived.value = state.bytes
                 if len(state) >= self.num_parameters and not parameters.done():
                     parameters.set_result((donor.to_bytes(), state.metadata, state.take()))
@@ -184,11 +189,14 @@ class StateTransfer(ChunkTransfer):
 class IncomingState:
     """Tensors put together from a donor's messages, one after another, no larger than they may be.
 
-    :param sizes: bytes of each
+    :param like: tensors of the shapes and types that are expected; their values are not looked at
+    :param codec: that they travel in
     """
 
-    def __init__(self, sizes: Sequence[int]):
-        self.sizes, self.metadata, self.bytes = list(sizes), None, 0
+    def __init__(self, like: Sequence[torch.Tensor], codec: CompressionBase):
+        self._kinds, self._codec = [(tensor.shape, tensor.dtype) for tensor in like], codec
+        self.sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+        self.metadata, self.bytes = None, 0
         self._tensors: list[torch.Tensor] = []
         self._taken = 0
         self._parts: list = []
@@ -198,16 +206,32 @@ class IncomingState:
         """Tensors complete, those taken included."""
         return self._taken + len(self._tensors)
 
-    def add(self, message: averaging_pb2.DownloadData) -> None:
-        """Raises StateRefused for more bytes than the next tensor has."""
+    def add(self, message: averaging_pb2.DownloadData) -> bool:
+        """:returns: whether the next tensor is whole, and to be `read`. Raises StateRefused for more bytes than it has,
+        or another shape."""
+        try:
+            check_around(message, size_of(message))
+            check_header(message.tensor_part, None if self._parts else self._kinds[len(self)][0])
+        except ValueError as error:
+            raise StateRefused(f"tensor {len(self)}: {error}") from None
         self._parts.append(message.tensor_part)
         self._size += size_of(message)
         self.bytes += size_of(message)
         if self._size > 2 * self.sizes[len(self)] + 2**10 or len(self._parts) > self._size // 2**10 + 2:
             raise StateRefused("more than the whole state has")
-        if len(self._parts) >= self._parts[0].chunks:
-            self._tensors.append(deserialize_torch_tensor(combine_from_streaming(self._parts)))
-            self._parts, self._size = [], 0
+        return len(self._parts) >= self._parts[0].chunks
+
+    def read(self) -> None:
+        """Put a tensor together; not to be called in an event loop, which it would hold up. Raises StateRefused."""
+        place, (shape, dtype) = len(self), self._kinds[len(self)]
+        message, self._parts, self._size = combine_from_streaming(self._parts), [], 0
+        try:
+            tensor = decode(message, shape, self._codec)
+        except ValueError as error:
+            raise StateRefused(f"tensor {place}: {error}") from None
+        if tensor.dtype != dtype:
+            raise StateRefused(f"tensor {place} is {tensor.dtype} instead of {dtype}")
+        self._tensors.append(tensor)
 
     def take(self) -> list[torch.Tensor]:
         """The tensors that are complete and not taken yet."""
