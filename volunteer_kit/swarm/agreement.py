@@ -202,13 +202,26 @@ def prevailing(
 ) -> frozenset[PeerID]:
     """The peers at `epoch` that hold what most of them hold; in a tie, what the smallest peer id holds.
 
-    Only what one of `donors` holds can prevail: nobody could take a state that nobody gives.
+    Only what one of `donors` holds can prevail: nobody could take a state that nobody gives. Each member is compared
+    with all others as rows of one table: a leader may name a thousand, all strangers' inventions.
     """
+    alike: dict[tuple[bytes, int], list[PeerID]] = {}
+    for peer, one in said.items():
+        if one.epoch == epoch and one.sketch is not None:
+            alike.setdefault((one.lineage, one.order), []).append(peer)
     best: frozenset[PeerID] = frozenset()
-    for peer in sorted(set(said).intersection(donors)):
-        near = frozenset(p for p, one in said.items() if one.epoch == epoch and one.is_same(said[peer], tolerance))
-        if len(near) > len(best):
-            best = near
+    first: PeerID | None = None  # the smallest id of a donor that holds it
+    asked = set(donors)
+    for peers in alike.values():
+        table = np.stack([said[peer].sketch for peer in peers])  # (peers, SKETCH_SIZE)
+        norms = np.linalg.norm(table, axis=1)
+        places = {peer: place for place, peer in enumerate(peers)}
+        for peer in sorted(places.keys() & asked):
+            own = places[peer]
+            is_near = np.linalg.norm(table - table[own], axis=1) <= tolerance * np.maximum(norms, norms[own])
+            size = int(is_near.sum())
+            if size > len(best) or (size == len(best) and first is not None and peer < first):
+                best, first = frozenset(peers[place] for place in np.flatnonzero(is_near)), peer
     return best
 
 

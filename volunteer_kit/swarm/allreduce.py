@@ -24,6 +24,7 @@ from hivemind.utils.asyncio import amap_in_executor
 
 from volunteer_kit.robust.bounds import NORM_BOUND
 from volunteer_kit.swarm.awaited_answers import AwaitedAnswers
+from volunteer_kit.swarm.codec_wire import check_around
 from volunteer_kit.swarm.failures import PEER_LOST, TIMEOUT, TIMEOUTS
 from volunteer_kit.swarm.held_parts import (
     HeldPartReducer,
@@ -206,6 +207,7 @@ class SwarmAllReduce(AwaitedAnswers):
         def read(message: averaging_pb2.AveragingData, shape: torch.Size) -> tuple[torch.Tensor | str, float, int]:
             """The part, or why it cannot be read."""
             try:
+                check_around(message, size_of(message))
                 return read_values(message.tensor_part, shape, self.codec), message.weight, size_of(message)
             except ValueError as error:
                 return str(error), message.weight, size_of(message)

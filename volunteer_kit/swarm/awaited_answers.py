@@ -17,6 +17,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, attach_event_on_finished
 
+from volunteer_kit.swarm.codec_wire import check_around
 from volunteer_kit.swarm.failures import TIMEOUT, cause_of_loss
 from volunteer_kit.swarm.held_parts import HeldPartReducer, check_average, read_values, size_of, with_shapes
 from volunteer_kit.swarm.lost_answers import MARGIN, NO_TIMEOUT, RECOVERY, Asking, GivenAnswers, fetch
@@ -153,6 +154,7 @@ class AwaitedAnswers(AllReduceRunner):
                 raise AllreduceException(f"{peer_id} answered {averaging_pb2.MessageCode.Name(message.code)}")
             self.bytes_received += size_of(message)
             self.heard[peer_id] = time.monotonic()
+            check_around(message, size_of(message))
             return read_values(message.tensor_part, shape, self.codec), message.tensor_part
 
         answers = aiter_with_timeout(_first(stream, len(shapes)), self.reducer_timeout)

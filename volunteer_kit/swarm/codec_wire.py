@@ -42,9 +42,9 @@ def check_header(message: runtime_pb2.Tensor, shape: Sequence[int] | None = None
 
     :param shape: that is expected; None: any of MAX_PART_ELEMENTS elements at most
     """
-    check_around(message, len(message.buffer))
     if len(message.size) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor of {len(message.size)} dimensions")
+    check_around(message, len(message.buffer))
     # no size may be hidden behind a zero: the strides of such a shape overflow
     if math.prod(size for size in message.size if size) > MAX_PART_ELEMENTS:
         raise ValueError(f"a tensor of shape {tuple(message.size)} is out of bounds")

@@ -13,7 +13,6 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 
 from volunteer_kit.robust.bounds import bound_norms
 from volunteer_kit.swarm.codec import decode
-from volunteer_kit.swarm.codec_wire import check_around
 from volunteer_kit.swarm.errors import brief
 
 Reduce = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]  # parts and weights -> one part
@@ -43,17 +42,12 @@ def read_values(
 async def with_shapes(
     messages: AsyncIterator[averaging_pb2.AveragingData], shapes: Sequence[torch.Size]
 ) -> AsyncIterator[tuple[averaging_pb2.AveragingData, torch.Size]]:
-    """Each message with the shape that its part must have. Raises RefusedPart for one more than there are shapes, and
-    for one that is large around its part."""
+    """Each message with the shape that its part must have. Raises RefusedPart for one more than there are shapes."""
     remaining = iter(shapes)
     async for message in messages:
         shape = next(remaining, None)
         if shape is None:
             raise RefusedPart("more parts than the slice has")
-        try:
-            check_around(message, size_of(message))
-        except ValueError as error:
-            raise RefusedPart(str(error)) from None
         yield message, shape
 
 

@@ -38,6 +38,7 @@ GIVEN_AT_ONCE = 3  # states; each is a copy of the whole until it is sent, and m
 # admitted_averager.LINGER), and a home link has megabytes still to read by then
 HANG_UP = 120.0
 ANY_ORDER = -1
+MAX_DONORS = 1024  # that are compared with each other
 
 
 class StateRefused(ValueError):
@@ -241,10 +242,12 @@ class IncomingState:
 
 
 def read_donors(records: Any, own_id: PeerID) -> dict[PeerID, Any]:
-    """The DHT's list of donors, ours left out -> what each says that it holds, unread."""
-    return {
-        PeerID(key): info.value
+    """The DHT's list of donors, ours left out -> what each says that it holds, unread; of more than MAX_DONORS some."""
+    found = {
+        key: info.value
         for key, info in (records.items() if isinstance(records, dict) else ())
         if is_peer_id(key) and key != own_id.to_bytes()
         if isinstance(info, ValueWithExpiration) and info.value is not None
     }
+    chosen = random.sample(sorted(found), MAX_DONORS) if len(found) > MAX_DONORS else found
+    return {PeerID(key): found[key] for key in chosen}

@@ -16,8 +16,8 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 
 from volunteer_kit.robust.messages import Commit
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
-from volunteer_kit.swarm.codec_wire import check_header
-from volunteer_kit.swarm.held_parts import RefusedPart, read_values, with_shapes
+from volunteer_kit.swarm.codec_wire import check_around, check_header
+from volunteer_kit.swarm.held_parts import RefusedPart, read_values, size_of, with_shapes
 from volunteer_kit.swarm.verify_wire import ANSWER_DIGEST, PART_DIGEST, part_digest
 
 NOT_PROMISED = "bytes that it had not committed to"
@@ -117,6 +117,7 @@ class VerifiedAllReduce(SwarmAllReduce):
             place = first + len(self.kept[sender])
             promised = commit.parts[place * PART_DIGEST : (place + 1) * PART_DIGEST]
             try:
+                check_around(message, size_of(message))
                 check_header(message.tensor_part, shape)
             except ValueError as error:
                 self.refused[sender] = str(error)
