@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgpack
 import pytest
@@ -204,3 +205,36 @@ def test_who_calls_and_hangs_up_does_not_fill_them_either():
         return len(boards._opened)
 
     assert asyncio.run(run()) <= MAX_WAITING_EACH
+
+
+def test_an_answer_of_a_million_words_costs_nobody_a_second():
+    """Who passes on what others told has no more words than the group has members."""
+    words = b"\xdd" + (2**20).to_bytes(4, "big") + b"\xc4\x01x" * 2**20
+
+    class Flood(Network):
+        def stub(self, caller, peer):
+            stub = super().stub(caller, peer)
+            if PEERS.index(peer) in self.liars:
+                stub.rpc_tell = lambda request: asyncio.sleep(0, averaging_pb2.DownloadData(metadata=words))
+            return stub
+
+    async def run():
+        network = Flood(liars=[0])
+        began = time.process_time()
+        heard = await network.all_tell([1, 2, 3, 4])
+        return heard, time.process_time() - began
+
+    heard, seconds = asyncio.run(run())
+    assert heard == {member: {1, 2, 3, 4} for member in (1, 2, 3, 4)} and seconds < 5.0
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [b"", b"\xc1", b"\x91" * 900, bytes(2**20), msgpack.packb([ROUND, True, True]), msgpack.packb([ROUND, 1.0, True]),
+     msgpack.packb([ROUND, 9, True]), msgpack.packb([[ROUND], 0, True]), msgpack.packb([bytes(300), 0, True]),
+     msgpack.packb({"round": ROUND})],
+    ids=lambda metadata: metadata[:9].hex(),
+)  # fmt: skip
+def test_what_is_no_question_is_answered_as_one_of_an_unknown_round(metadata):
+    answer = Boards().answer(averaging_pb2.DownloadData(metadata=metadata), PEERS[0], PATIENCE)
+    assert asyncio.run(answer).metadata == b"unknown"

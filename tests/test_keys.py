@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+import tracemalloc
 
 import hypothesis.strategies as st
 import msgpack
@@ -279,3 +280,40 @@ def test_a_strangers_list_is_bounded():
         BanList.of(1, [b"short"])
     with pytest.raises(ValueError):
         BanList.of(1, (i.to_bytes(16, "big") for i in range(MAX_BANS + 1)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x91" * 60_000,
+        (b"\xdd" + (60_000).to_bytes(4, "big")) * 1000 + bytes(60_000),
+        b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000,
+        msgpack.packb({"a": 1}),
+        msgpack.packb([msgpack.ExtType(5, bytes(100))]),
+        bytes(2**22),
+    ],
+    ids=["deep", "promises", "lists", "a map", "an extension", "long"],
+)
+def test_a_heavy_envelope_is_malformed(trust, data):
+    began = time.process_time()
+    with pytest.raises(TokenError) as refused:
+        trust.open(data, "token", "authority", NOW)
+    assert refused.value.kind == "malformed" and len(str(refused.value)) < 200
+    assert time.process_time() - began < 1.0
+
+
+def test_forged_envelopes_leave_nothing_behind(keys, trust):
+    """Each was remembered with all of its bytes, as one that is shown again and again is: 268 MB of them."""
+    certificate = keys.signer("authority").certificate.to_bytes()
+    large = Certificate("demo", "authority", bytes(30_000), NOW + DAY, bytes(30_000)).to_bytes()
+    tracemalloc.start()
+    try:
+        for number in range(400):
+            payload = number.to_bytes(4, "big") + bytes(50_000)
+            for certified in (certificate, large[:-4] + number.to_bytes(4, "big")):
+                envelope = msgpack.packb([1, "token", payload[: 60_000 - len(certified)], certified, bytes(64)])
+                with pytest.raises(TokenError):
+                    trust.open(envelope, "token", "authority", NOW)
+        assert tracemalloc.get_traced_memory()[0] < 2e6
+    finally:
+        tracemalloc.stop()

@@ -192,3 +192,21 @@ def test_they_are_kept_no_longer_than_somebody_may_ask():
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(story(), 10))
+
+
+QUESTIONS = [
+    b"", b"\xc1", b"\x91" * 900, bytes(2**20), msgpack.packb(7), msgpack.packb({}), msgpack.packb([b"round", 1]),
+    msgpack.packb([[b"round"], 1, 0]), msgpack.packb([b"round", "1", 0]), msgpack.packb([b"round", True, 0]),
+    msgpack.packb([b"round", 1.5, 0]), msgpack.packb([b"round", 1, "0"]), msgpack.packb([b"round", 1, [0]]),
+    msgpack.packb([b"round", 2**64 - 1, 0]), msgpack.packb([b"x" * 2000, 1, 0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ["rpc_show_answer", "rpc_count_answers"])
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question[:12].hex())
+def test_what_is_no_question_is_answered_as_one_of_a_round_that_is_not_here(call, question):
+    class Context:
+        remote_id = MEMBERS[2]
+
+    answer = getattr(server(), call)(averaging_pb2.DownloadData(metadata=question), Context)
+    assert asyncio.run(answer).metadata == b"lacks"

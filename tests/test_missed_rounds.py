@@ -11,8 +11,9 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from hivemind.compression import CompressionInfo
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 
 from tests.local_swarm import local_swarm
 from volunteer_kit.swarm.admission import Admission
@@ -348,3 +349,50 @@ def test_a_step_that_was_taken_alone_is_taken_back(tmp_path):
         assert back["made_up_for"] > 0 or back["epoch"] <= alone["epoch"], loner.story()
         finished = swarm.finish(*peers)
         assert len({event["digest"] for event in finished}) == 1
+
+
+class Endless(Averager):
+    """Tells of as many parts as `counts`, and each of them is `part`."""
+
+    def __init__(self, counts, part, sizes=(4, 4, 3)):
+        super().__init__()
+        self.told, self.part, self.shown = [b"xround", b"round", list(counts), list(sizes), b"digest"], part, 0
+
+    async def rpc_show_round(self, request, context):
+        return averaging_pb2.DownloadData(metadata=msgpack.packb(self.told))
+
+    async def rpc_show_answer(self, request, context):
+        self.shown += 1
+        return averaging_pb2.DownloadData(tensor_part=self.part)
+
+
+def sized(*size: int, buffer: bytes = b"x") -> runtime_pb2.Tensor:
+    return runtime_pb2.Tensor(size=size, dtype="float32", buffer=buffer)
+
+
+@pytest.mark.parametrize(
+    "counts, part",
+    [
+        ((2**39, 1, 1), sized(0)),
+        ((2, 2, 2), sized(0)),
+        ((2, 2, 2), sized(100, buffer=bytes(400))),
+        ((2, 2, 2), sized(*[1] * 200_000)),
+        ((2, 2, 2), CODECS["uniform8"].compress(torch.ones(2), CompressionInfo.from_tensor(torch.ones(2)))),
+        ((2, 2, 2), sized(2, buffer=bytes(2**20))),
+    ],
+    ids=["parts without end", "parts of nothing", "more values", "sizes", "another codec", "more bytes"],
+)
+def test_a_donor_whose_round_has_no_end_is_left_soon(counts, part):
+    ours, donor = Averager(), Endless(counts, part)
+    with pytest.raises(ValueError) as refused:
+        fetch(ours, held(4), donor)
+    assert donor.shown <= 16 and len(str(refused.value)) < 300
+    assert not any(tensor.any() for tensor in ours.tensors)
+
+
+@pytest.mark.parametrize("question", [b"", b"\xc1", b"\x91" * 900, bytes(2**20), msgpack.packb({}), msgpack.packb(7)])
+def test_a_question_that_is_none_is_about_no_round(question):
+    ours = Averager()
+    ours.log(held(4), VALUES)
+    request = averaging_pb2.DownloadData(metadata=question)
+    assert asyncio.run(ours.rpc_show_round(request, SimpleNamespace(remote_id=STRANGER))).metadata == b"lacks"

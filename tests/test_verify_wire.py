@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 
 import msgpack
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from volunteer_kit.auth.access_token import peer_id_of_key
 from volunteer_kit.robust.messages import Accusation, Commit, Report, Reveal, Samples, Statement, Vote
-from volunteer_kit.swarm.verify_wire import COMMIT, REVEAL, STATEMENT, Seals, pack, seal, unpack
+from volunteer_kit.swarm.verify_wire import COMMIT, MAX_ENVELOPE, REVEAL, STATEMENT, Seals, pack, seal, unpack
 
 KEY, OTHER = RSAPrivateKey(), RSAPrivateKey()
 ROUND = b"r" * 32
@@ -144,3 +145,38 @@ def test_later_stages_need_a_key_that_a_commitment_has_shown():
 def test_junk_is_no_envelope(envelope):
     with pytest.raises(ValueError):
         Seals(ROUND).open(envelope, COMMIT)
+
+
+def envelope_of(body: bytes, said_by: bytes, signature: bytes = bytes(256)) -> bytes:
+    return msgpack.packb([body, signature, said_by], use_bin_type=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "envelope"),
+    [
+        (REVEAL, envelope_of(msgpack.packb([ROUND, REVEAL, []]), b"\x12\x20" + bytes(2**21 - 400))),
+        (COMMIT, envelope_of(msgpack.packb([ROUND, COMMIT, []]), b"ssh-rsa " + b"A" * (2**21 - 400))),
+        (COMMIT, bytes(MAX_ENVELOPE + 1)),
+        (COMMIT, b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20),
+        (COMMIT, envelope_of(b"\x93" + b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20, b"x")),
+        (COMMIT, envelope_of(b"\x93" * 1000, b"x")),
+    ],
+    ids=["2 MB of a peer id", "2 MB of a key", "too long", "lists", "lists within", "deep"],
+)
+def test_a_heavy_envelope_is_refused_before_it_is_read(stage, envelope):
+    """The base58 of a peer id takes time with the square of its bytes: hours for these, with the interpreter held."""
+    began = time.process_time()
+    with pytest.raises(ValueError) as refused:
+        Seals(ROUND).open(envelope, stage)
+    assert time.process_time() - began < 2.0 and len(str(refused.value)) < 300
+
+
+def test_what_is_not_awaited_is_not_unpacked():
+    """Of somebody who is not in the group, or has said it: it costs no more than a signature."""
+    seals, envelope = Seals(ROUND), seal(KEY, ROUND, COMMIT, COMMITS[0])
+    assert seals.open(envelope, COMMIT, is_awaited=lambda peer: False) is None
+    junk = msgpack.packb([ROUND, COMMIT, "no commitment"], use_bin_type=True)
+    signed = envelope_of(junk, KEY.get_public_key().to_bytes(), base64.b64decode(KEY.sign(junk)))
+    assert seals.open(signed, COMMIT, is_awaited=lambda peer: peer == peer_of(OTHER)) is None
+    with pytest.raises(ValueError, match="no message"):
+        seals.open(signed, COMMIT, is_awaited=lambda peer: peer == peer_of(KEY))
