@@ -289,6 +289,39 @@ def test_a_leader_of_too_few_waits_for_more(peers):
         assert [len(control.result(50).group) for control in (*early, late)] == [3, 3, 3]
 
 
+def name_a_peer_of_300_kb(message, known) -> None:
+    """hivemind would compute its base58 for minutes, and the follower's process do nothing else."""
+    message.ordered_peer_ids[0] = bytes(300_000)
+
+
+def name_50_000_peers(message, known) -> None:
+    message.ordered_peer_ids.extend(message.ordered_peer_ids[:1] * 50_000)
+    message.gathered.extend([b""] * 50_000)
+
+
+@pytest.mark.parametrize("lie", [name_a_peer_of_300_kb, name_50_000_peers])
+def test_a_leader_whose_list_cannot_be_a_group_is_not_followed(peers, lie):
+    with averagers(peers[:2], lie.__name__, lie, sender_timeout=1.0, reducer_timeout=2.0) as members:
+        leader, follower = begin(members, allow_retries=False)
+        with contextlib.suppress(MatchmakingException):  # nobody came to the group that it told of
+            leader.result(50)
+        again = members[0].step(gather=members[0].to_tell(0), wait=False, timeout=60)
+        for control in (again, follower):
+            assert len(control.result(50).group) == 2, "the follower is still there, and leads now"
+
+
+def test_junk_that_is_stored_where_leaders_are_looked_for_is_left_out(peers):
+    """As a group's key is nobody's own, anybody may store there; hivemind makes a peer id of whatever it finds."""
+    leader, other = peers[:2]
+    for subkey in (bytes(10_000), b"", b"\x12\x20" + bytes(9)):
+        assert leader.dht.store("junk.0b", subkey=subkey, value=True, expiration_time=get_dht_time() + 120)
+    began = time.process_time()
+    with averagers([leader, other], "junk", None) as members:
+        for control in begin(members):
+            assert len(control.result(50).group) == 2
+    assert time.process_time() - began < 30
+
+
 def test_honest_leaders_are_not_accused(peers):
     with averagers(peers, "honest", None) as members:
         for outcome in [control.result(50) for control in begin(members)]:

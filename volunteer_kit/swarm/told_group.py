@@ -338,7 +338,11 @@ class WaryMatchmaking(Matchmaking):
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
         """Raises ValueError for a group that cannot be one."""
-        check_group(msg)
+        try:
+            check_group(msg)
+        except ValueError:
+            self.groups.append(msg.group_id[:MAX_GROUP_ID] + bytes(DIGEST_SIZE))  # parts of it that come accuse nobody
+            raise
         self.leader = leader
         group = await super().follower_assemble_group(leader, msg)
         self.groups.append(exchange_id(group))
