@@ -350,6 +350,15 @@ def test_a_state_that_is_expected_is_read():
         assert torch.equal(came, sent) and came.dtype == sent.dtype
 
 
+def test_a_large_tensor_is_no_fault_where_it_is_expected():
+    """An embedding of a language model has 311 million values."""
+    message = tensor_message(compression=runtime_pb2.NONE, size=[151_936, 2048], buffer=bytes(8))
+    with pytest.raises(ValueError, match="8 bytes where 1244659712"):
+        decode(message, (151_936, 2048), NoCompression())
+    with pytest.raises(ValueError, match="out of bounds"):
+        decode(message)
+
+
 def first_with(**changes) -> list[averaging_pb2.DownloadData]:
     messages = parts_of(LIKE)
     messages[0].tensor_part.CopyFrom(tensor_message(**changes))

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from hivemind.proto import runtime_pb2
 
 MAX_PART_ELEMENTS = 2**28  # 1 GiB of float32; the bound where no shape is expected
+MAX_PLAIN_ELEMENTS = 2**40  # where each has its bytes in the message
 MAX_DIMENSIONS = 16  # of a tensor; a model's have up to 5
 MAX_AROUND = 512  # bytes of a message beside its buffer: 16 sizes, a type's name and four numbers need under 250
 FLOATS = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -37,29 +38,33 @@ def check_around(message: Message, values: int, most: int = MAX_AROUND) -> None:
         raise ValueError(f"{around} bytes around {values} of values")
 
 
-def check_header(message: runtime_pb2.Tensor, shape: Sequence[int] | None = None) -> None:
+def check_header(
+    message: runtime_pb2.Tensor, shape: Sequence[int] | None = None, most: int = MAX_PART_ELEMENTS
+) -> None:
     """Raises ValueError unless what surrounds the buffer is short, and the declared shape is possible.
 
-    :param shape: that is expected; None: any of MAX_PART_ELEMENTS elements at most
+    :param shape: that is expected; None: any of `most` elements at most
     """
     if len(message.size) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor of {len(message.size)} dimensions")
     check_around(message, len(message.buffer))
+    if shape is not None:
+        if tuple(message.size) != tuple(shape):
+            raise ValueError(f"shape {tuple(message.size)} instead of {tuple(shape)}")
     # no size may be hidden behind a zero: the strides of such a shape overflow
-    if math.prod(size for size in message.size if size) > MAX_PART_ELEMENTS:
+    elif math.prod(size for size in message.size if size) > most:
         raise ValueError(f"a tensor of shape {tuple(message.size)} is out of bounds")
-    if shape is not None and tuple(message.size) != tuple(shape):
-        raise ValueError(f"shape {tuple(message.size)} instead of {tuple(shape)}")
 
 
 def shape_and_dtype(
-    message: runtime_pb2.Tensor, known: dict[str, torch.dtype] = FLOATS
+    message: runtime_pb2.Tensor, known: dict[str, torch.dtype] = FLOATS, most: int = MAX_PART_ELEMENTS
 ) -> tuple[tuple[int, ...], torch.dtype]:
     """The declared shape and type of a stranger's tensor. Raises ValueError when they make no sense.
 
     :param known: the types that may be named
+    :param most: elements
     """
-    check_header(message)
+    check_header(message, most=most)
     if message.dtype not in known:
         raise ValueError(f"values of type {message.dtype[:32]!r}")
     return tuple(message.size), known[message.dtype]

@@ -12,6 +12,7 @@ from hivemind.proto import runtime_pb2
 from volunteer_kit.swarm.codec_wire import (
     FLOATS,
     INTEGERS,
+    MAX_PLAIN_ELEMENTS,
     expect_bytes,
     from_buffer,
     header,
@@ -32,7 +33,7 @@ class PlainCodec(NoCompression):
     """
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        shape, dtype = shape_and_dtype(serialized_tensor, FLOATS | INTEGERS)
+        shape, dtype = shape_and_dtype(serialized_tensor, FLOATS | INTEGERS, MAX_PLAIN_ELEMENTS)
         count, wire = math.prod(shape), dtype
         if dtype == torch.bfloat16 and len(serialized_tensor.buffer) == 4 * count:
             wire = torch.float32
