@@ -359,3 +359,14 @@ def test_who_says_that_it_has_chunks():
 
 def test_a_root_is_of_its_hashes_in_order():
     assert root_of(b"a" * 32 + b"b" * 32) != root_of(b"b" * 32 + b"a" * 32) and len(root_of(b"")) == 32
+
+
+@pytest.mark.parametrize("left", [0, 5, 16, 30])
+def test_a_store_whose_file_is_cut_off_is_refused(tmp_path, left):
+    metadata, tensors = {"epoch": 3, "lineage": "00" * 8, "numbers": [1, 2.0]}, [torch.arange(10.0)]
+    store = ChunkStore.write(tmp_path, metadata, tensors)
+    assert store.read(tensors)[0] == metadata
+    with open(store.path / "state", "r+b") as file:
+        file.truncate(left)
+    with pytest.raises(ValueError):
+        store.read(tensors)
