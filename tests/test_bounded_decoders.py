@@ -3,7 +3,6 @@ the work that it asks for. Time is the processor's, with room: the faults took f
 
 from __future__ import annotations
 
-import asyncio
 import math
 import struct
 import time
@@ -16,7 +15,7 @@ import pytest
 import torch
 from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.compression import CompressionInfo, NoCompression
-from hivemind.p2p import P2P, P2PHandlerError, PeerID
+from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.streaming import split_for_streaming
 
@@ -24,7 +23,7 @@ from tests.allreduce_group import SIZES, average, flat, honest_mean, make_group,
 from volunteer_kit.robust.messages import Commit
 from volunteer_kit.swarm.agreement import Told, prevailing, rank_donors
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
-from volunteer_kit.swarm.bounded_messages import MAX_MESSAGE, bound_messages
+from volunteer_kit.swarm.bounded_names import bound_names
 from volunteer_kit.swarm.checked_state import CheckedState
 from volunteer_kit.swarm.codec import CODECS, decode, install_codecs, make_codec
 from volunteer_kit.swarm.errors import brief
@@ -40,7 +39,7 @@ PEERS = [PeerID(b"\x12\x20" + i.to_bytes(4, "big") + bytes(28)) for i in range(1
 @pytest.fixture(autouse=True, scope="module")
 def in_every_process():
     install_codecs()
-    bound_messages()
+    bound_names()
 
 
 @contextmanager
@@ -421,43 +420,6 @@ def test_a_peer_id_has_few_bytes():
 def test_what_a_peer_answers_in_place_of_an_answer_is_cut():
     assert len(str(P2PHandlerError("x" * 2**22))) <= 200
     assert str(P2PHandlerError("it is banned")) == "it is banned"
-
-
-def test_a_message_of_a_stream_has_an_end(peer):
-    """It says how long it is, and hivemind would read for as long as anything comes."""
-
-    async def story() -> tuple[list[int], bool]:
-        server = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-        client = await P2P.create(
-            initial_peers=await server.get_visible_maddrs(), host_maddrs=["/ip4/127.0.0.1/tcp/0"]
-        )
-        sizes: list[int] = []
-
-        async def handle(requests, context):
-            async for request in requests:
-                sizes.append(len(request.tensor_part.buffer))
-                yield request
-
-        kind = averaging_pb2.DownloadData
-        await server.add_protobuf_handler("bounded", handle, kind, stream_input=True, stream_output=True)
-        try:
-            fine = kind(tensor_part=runtime_pb2.Tensor(buffer=bytes(2**21)))
-            for announced in (len(fine.SerializeToString()), MAX_MESSAGE + 1, 2**62):
-                _, reader, writer = await client.call_binary_stream_handler(server.peer_id, "bounded")
-                writer.write(P2P.MESSAGE_MARKER + announced.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER))
-                writer.write(fine.SerializeToString())
-                if announced <= MAX_MESSAGE:
-                    await reader.readexactly(announced)  # it comes back
-                else:
-                    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):  # it is hung up on
-                        await reader.readexactly(1)
-                writer.close()
-        finally:
-            await client.shutdown()
-            await server.shutdown()
-        return sizes
-
-    assert asyncio.run(asyncio.wait_for(story(), 120)) == [2**21]
 
 
 def test_what_is_tested_here_is_what_a_round_sends():

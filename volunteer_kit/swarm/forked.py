@@ -23,6 +23,7 @@ from hivemind.dht.validation import RecordValidatorBase
 
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol, OpenDHTProtocol
+from volunteer_kit.swarm.bounded_names import bound_names
 from volunteer_kit.swarm.serializer import DecodableValidator, bound_serializer
 from volunteer_kit.swarm.streams import bound_streams
 from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode
@@ -133,8 +134,8 @@ class LeanDHT(hivemind.DHT):
     """
 
     def __init__(self, *args, admission: Admission, record_validators: Iterable[RecordValidatorBase] = (), **kwargs):
-        bound_serializer()  # for all processes of this peer: they are forked from here
-        bound_streams()
+        for bound in (bound_serializer, bound_streams, bound_names):
+            bound()  # for all processes of this peer: they are forked from here
         self.admission = admission
         validators = [*record_validators, DecodableValidator()]
         super().__init__(*args, record_validators=validators, **{**OPTIONS, **kwargs})

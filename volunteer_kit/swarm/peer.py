@@ -20,7 +20,6 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.bounded_messages import bound_messages
 from volunteer_kit.swarm.codec import install_codecs
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.forked import LeanDHT
@@ -94,7 +93,6 @@ def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
     check_shared_memory()
     install_codecs()
     outlive_late_answers()
-    bound_messages()
     client_mode, why = decide_client_mode(config)
     scratch = None
     identity_path = config.identity_path
