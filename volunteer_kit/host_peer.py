@@ -1,7 +1,8 @@
 """A run's first peer, in a process of its own: `python -m volunteer_kit.host_peer RUN.yaml --identity-path FILE`.
 
 It does not train; it is the address that volunteers know. Prints {"ready": {"peer_id", "maddrs"}} when it is up, or
-{"error": ...}, and stays until SIGTERM. With the run's keys it lets itself in, whether the authority is up or not.
+{"error": ...}, and stays until SIGTERM, or until one of its processes dies, when it prints {"error": ...} as well. With
+the run's keys it lets itself in, whether the authority is up or not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from volunteer_kit.auth.access_token import KeysError
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import RunConfig, load_run, run_key_of
 from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.children import end_program
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.host_membership import HostMembership
 from volunteer_kit.swarm.manifest import validators
@@ -35,6 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (SwarmError, RunError, KeysError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 2
+    peer.processes.when_broken(_end_broken)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # only now: the peer's processes would inherit it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -43,13 +46,18 @@ def main(words: Sequence[str] | None = None) -> int:
             membership.keep(peer)
             peer.dht.add_validators(validators(membership.admission.trust, run_key_of(config)))
         print(json.dumps({"ready": {"peer_id": str(peer.peer_id), "maddrs": peer.visible_maddrs()}}), flush=True)
-        while not stop.is_set() and peer.dht.is_alive():  # a new start is better than a peer that answers nobody
+        while not stop.is_set():
             time.sleep(0.2)  # not stop.wait(): the signal's handler could find its lock taken by this very thread
-        return 0 if stop.is_set() else 1
+        return 0
     finally:
         if membership is not None:
             membership.close()
         peer.shutdown()
+
+
+def _end_broken(why: str) -> None:
+    """A new start mends it, and the host makes one."""
+    end_program(lambda: print(json.dumps({"error": f"{why}."}), flush=True), 1)
 
 
 def _membership(config: RunConfig, options: argparse.Namespace) -> HostMembership | None:

@@ -276,7 +276,7 @@ class Supervisor:
             self._samples = (before, max(now, total))
         self._progressed |= kind == "epoch"
         self._connected |= kind == "state_loaded"
-        if kind == "error":
+        if kind in ("error", "broken"):
             self._error, self._error_kind = str(event.get("message", "")), str(event.get("kind", ""))
         if self._events.qsize() < QUEUE_LIMIT or kind not in ("step", "skipped"):
             self._events.put(event)

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from volunteer_kit.training.protocol import (
+    BROKEN,
     OFFLINE,
     REFUSED,
     RENEW,
@@ -91,6 +92,8 @@ def main() -> int:
         from volunteer_kit.home import Home
         from volunteer_kit.run_reader import RunError
         from volunteer_kit.session import Left, Renew, SentAway, Session
+        from volunteer_kit.swarm.children import BROKEN as IS_BROKEN
+        from volunteer_kit.swarm.children import end_program
     except ImportError as e:
         voice("error", kind="install", message=f"The kit is not installed completely: {e}\nInstall it again: {INSTALL}")
         return REFUSED
@@ -110,12 +113,19 @@ def main() -> int:
     if home and not home.lock("worker", patience=PATIENCE):
         voice("error", kind="home", message=f"Another worker holds {home.path}, and does not end: see `ps x`.")
         return REFUSED
+
+    def end_broken(why: str) -> None:
+        end_program(lambda: voice("broken", message=f"{why}."), BROKEN)
+
     try:
-        session = Session(spec, voice)
+        session = Session(spec, voice, end_broken)
     except (RunError, OSError, ImportError) as e:
         # these say in plain words what to do; OSError includes SwarmError, DataError and CheckpointError
         traceback.print_exc()
         kind = getattr(e, "kind", type(e).__name__)
+        if kind == IS_BROKEN:
+            voice("broken", message=str(e))
+            return BROKEN
         voice("error", kind=kind, message=str(e))
         return OFFLINE if isinstance(e, DataError) or kind in MAY_PASS else REFUSED
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from volunteer_kit.home import log_end
-from volunteer_kit.training.protocol import OFFLINE, REFUSED
+from volunteer_kit.training.protocol import BROKEN, OFFLINE, REFUSED
 
 NOT_NOW = ("startup", "port_taken")  # errors that tell about this moment, where all was well before
 
@@ -17,7 +17,7 @@ class WorkerEnd:
     """What is known of one worker that is gone.
 
     :param exit_code: negative: killed by that signal; None: it could not be started
-    :param error: message and `error_kind` of its newest "error" event; empty: it told none
+    :param error: message and `error_kind` of its newest "error" or "broken" event; empty: it sent none
     """
 
     exit_code: int | None
@@ -43,7 +43,7 @@ class WorkerEnd:
             return self.error or "it could not be started"
         if code == OFFLINE:
             return "nobody could be reached"
-        if code == REFUSED and self.error:
+        if code in (REFUSED, BROKEN) and self.error:
             return self.error.splitlines()[0].rstrip(".")
         if code == -signal.SIGKILL:
             return "it was killed (SIGKILL), often the system's answer to a lack of memory"

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 
+from volunteer_kit.swarm.children import end_program
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 
@@ -21,6 +22,7 @@ def main() -> int:
     except SwarmError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 2
+    peer.processes.when_broken(_end_broken)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
@@ -31,6 +33,10 @@ def main() -> int:
     finally:
         peer.shutdown()
     return 0
+
+
+def _end_broken(why: str) -> None:
+    end_program(lambda: print(f"{why}.", file=sys.stderr), 1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
 
+AGAIN = "1. Start it again: give the same command.\n2. If it happens again, report these lines."
 LOCAL = ("/ip4/127.", "/ip6/::1/")
 
 
@@ -47,6 +48,7 @@ def host_peer_only(
         for line in invitation(name, peer.visible_maddrs()):
             say(line)
         while not stopped():
+            peer.processes.raise_if_broken(AGAIN)
             time.sleep(0.2)
         say("Stopping.")
     finally:

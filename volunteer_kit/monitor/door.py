@@ -25,6 +25,7 @@ from volunteer_kit.monitor.recording import find_tracker
 from volunteer_kit.monitor.watch import CHECKPOINT_EVERY, Monitor
 from volunteer_kit.run_reader import find_run_file, read_small, read_yaml
 from volunteer_kit.runs import RunConfig, load_run
+from volunteer_kit.swarm.children import end_program
 
 TURN = 0.1  # s between two turns of the loop
 FAREWELL = 8.0  # s from the order to stop until the process ends, whatever it waits for
@@ -78,6 +79,7 @@ def monitor_run(
         monitor = Monitor(
             config, home, _keys(config, home, keys), addresses,
             push_to=push_to, token=token, tracker=found, checkpoint_every=checkpoint_every,
+            on_broken=lambda why: end_program(lambda: _say_broken(why, say), 1),
         )  # fmt: skip
         stop = _Stop()
         peer = monitor.member.peer
@@ -98,6 +100,13 @@ def monitor_run(
         home.unlock()
 
 
+def _say_broken(why: str, say: Callable[[str], None]) -> None:
+    """A new start mends it: a host makes one by itself."""
+    print(f"{why}. Start the monitor again: it goes on from its folder.", file=sys.stderr, flush=True)
+    say(json.dumps({"error": f"{why}."}))
+    sys.stdout.flush()
+
+
 def _keep_up(monitor: Monitor, stop: _Stop, done: Callable[[Monitor], bool]) -> None:
     """Raises what a turn raises when it does so again and again: a new start may be better."""
     troubles = 0
@@ -108,7 +117,7 @@ def _keep_up(monitor: Monitor, stop: _Stop, done: Callable[[Monitor], bool]) -> 
         except Exception:
             troubles += 1
             traceback.print_exc()
-            if troubles >= TROUBLES or not monitor.member.peer.dht.is_alive():
+            if troubles >= TROUBLES:
                 raise
             time.sleep(1.0)
         time.sleep(TURN)

@@ -53,6 +53,8 @@ class Member:
     :param keys: folder of the run's keys; None: no authority, and nothing is signed
     :param on_refused: told (peer id, why) of donors that are not believed
     :param on_bans: told of each new list
+    :param on_broken: called with the reason when one of this peer's processes has died, in a thread of its own; it
+        should end the program
     Raises MonitorError, KeysError, SwarmError, MissingDependency.
     """
 
@@ -64,6 +66,7 @@ class Member:
         addresses: Addresses,
         on_refused: Callable[[str, str], None],
         on_bans: Callable[[BanList], None],
+        on_broken: Callable[[str], None],
     ):
         self.run, self.home = run, home
         self._keys = KeyFolder(keys) if keys is not None and run.authority is not None else None
@@ -74,6 +77,7 @@ class Member:
         model = build_model(run)
         self.names = parameter_names(model)
         self.peer = self._start_peer(addresses)
+        self.peer.processes.when_broken(on_broken)
         self._receipts: ReceiptWriter | None = None
         try:
             if self.membership:

@@ -44,6 +44,7 @@ class Monitor:
     :param home: the folder: identity.key, journal.sqlite, credit.sqlite, checkpoints/, states/, pictures/,
         metrics.jsonl
     :param checkpoint_every: epochs; the same on all monitors of a run, ten or more where states are signed
+    :param on_broken: as of Member
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Monitor:
         token: str | None = None,
         tracker: Tracker | None = None,
         checkpoint_every: int = CHECKPOINT_EVERY,
+        on_broken: Callable[[str], None],
     ):
         self.run, self._home, self._every = run, home, checkpoint_every
         self._new_bans: deque[BanList] = deque(maxlen=1)
         self._disbelief = Disbelief()
-        self.member = Member(run, home, keys, addresses, self._note_refusal, self._new_bans.append)
+        self.member = Member(run, home, keys, addresses, self._note_refusal, self._new_bans.append, on_broken)
         try:
             self._begin(push_to, token, tracker)
         except BaseException:

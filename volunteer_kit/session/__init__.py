@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from volunteer_kit.checkpoint import CheckpointError, latest_checkpoint
@@ -66,11 +67,14 @@ class Left(Exception):
 class Session:
     """Built in the order in which things can go wrong cheaply: run file, data, device, model, then the network.
 
+    :param on_broken: called with the reason when one of this peer's processes has died, in a thread of its own while
+        the loop may wait for an answer that never comes; it should end the program
+
     Raises RunError, DataError, SwarmError, MissingDependency, each with what to do.
     """
 
-    def __init__(self, spec: WorkerSpec, emit: Emit):
-        self.spec, self.emit = spec, emit
+    def __init__(self, spec: WorkerSpec, emit: Emit, on_broken: Callable[[str], None]):
+        self.spec, self.emit, self._on_broken = spec, emit, on_broken
         self.home = Home(spec.home) if spec.home else None
         self.trainer: Trainer | None = None
         self.lookout: Lookout | None = None
@@ -114,6 +118,7 @@ class Session:
             ),
             self.membership.admission,
         )
+        self.peer.processes.when_broken(self._on_broken)
         self.membership.keep(self.peer)
         self.emit(
             "connected",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import hivemind
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.robust.median import coordinate_median
+from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.local_steps import LocalSteps, LocalStepsConfig
@@ -80,7 +82,11 @@ class AssembledOptimizer(hivemind.Optimizer):
 
     def shutdown(self) -> None:
         self.reach.close()
-        super().shutdown()
+        if self.dht.processes.why_broken is None:
+            super().shutdown()
+            return
+        with suppress(SwarmError):  # it says goodbye, and nobody is there to pass it on
+            self.tracker.shutdown(self.shutdown_timeout)
 
     # --- parts, made ours ---
 

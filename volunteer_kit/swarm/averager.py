@@ -28,8 +28,18 @@ from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admitted_averager import LINGER, TOKEN_PATIENCE, AdmittedAverager
 from volunteer_kit.swarm.agreement import under_order
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
-from volunteer_kit.swarm.errors import brief
-from volunteer_kit.swarm.forked import Inbox, Outbox, end_with_parent, forget_inherited_tensors, hold_tasks
+from volunteer_kit.swarm.children import LastWords
+from volunteer_kit.swarm.daemon_link import DaemonLink
+from volunteer_kit.swarm.errors import SwarmError, brief
+from volunteer_kit.swarm.forked import (
+    Inbox,
+    LeanDHT,
+    Outbox,
+    end_with_parent,
+    fail,
+    forget_inherited_tensors,
+    hold_tasks,
+)
 from volunteer_kit.swarm.held_parts import Reduce
 from volunteer_kit.swarm.left_over import RoundsShare
 from volunteer_kit.swarm.lost_answers import RECOVERY, AnswersKept, GivenAnswers
@@ -66,6 +76,7 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
 
     keeps_left_over = False  # of what the codec leaves out; then members reduce the same slice in each round
     lost_parts_are_zero = False  # what stands where a reducer did not answer: zero, or our own values
+    role = "The process that averages with others"  # in the sentence that tells of its end
 
     def __init__(
         self,
@@ -76,7 +87,7 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         start: bool,
         **kwargs,
     ):
-        self.traffic = traffic or Traffic()
+        self.traffic, self.last_words = traffic or Traffic(), LastWords()
         self._reduce, self._max_weight = reduce, max_weight
         self._share_words()
         self._begin_to_keep()
@@ -123,11 +134,32 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         finally:
             self._learnt_patience.value = self._matchmaking.patience.seconds
 
+    def start(self) -> None:
+        super().start()
+        if isinstance(self.dht, LeanDHT):
+            self.dht.processes.add(self, self.role)
+
+    def shutdown(self) -> None:
+        if isinstance(self.dht, LeanDHT):
+            self.dht.processes.remove(self)
+        if self.is_alive():
+            super().shutdown()
+
+    def break_off(self, error: SwarmError) -> None:
+        """Its process has died: fail the calls that wait for it, and all to come."""
+        self._outer_pipe.break_off(error)
+        fail(self._ready, error)
+        self.lock_averaged_tensors.acquire(timeout=1.0)  # s; it may have died with the lock
+        with contextlib.suppress(ValueError):
+            self.lock_averaged_tensors.release()
+
     def run(self) -> None:
         end_with_parent()
         forget_inherited_tensors()
         hold_tasks(hivemind.averaging.averager)
         self._inner_pipe = Inbox(self._inner_pipe)
+        if isinstance(self.dht, LeanDHT):
+            DaemonLink(self.last_words, self.dht.sockets)
         torch.set_num_threads(1)  # the training process needs the cores more; parts are small
         hivemind.averaging.averager.Matchmaking = WaryMatchmaking
         super().run()

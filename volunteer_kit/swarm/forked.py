@@ -9,8 +9,8 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -20,11 +20,16 @@ import hivemind.dht.dht
 import hivemind.dht.node
 import torch
 from hivemind.dht.validation import RecordValidatorBase
+from hivemind.utils import MPFuture
 
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol, OpenDHTProtocol
 from volunteer_kit.swarm.bounded_names import bound_names
+from volunteer_kit.swarm.children import LastWords, PeerProcesses
+from volunteer_kit.swarm.daemon_link import DaemonLink
+from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.serializer import DecodableValidator, bound_serializer
+from volunteer_kit.swarm.sockets import SocketFolder
 from volunteer_kit.swarm.streams import bound_streams
 from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode
 
@@ -117,38 +122,86 @@ class Inbox:
 
 
 class Outbox:
-    """The other end, for several threads: the pieces of two long orders would be mixed."""
+    """The other end, for several threads: the pieces of two long orders would be mixed. When the process at the other
+    end has died, all that wait for its answers are told."""
 
     def __init__(self, pipe: Connection):
-        self._pipe, self._lock = pipe, threading.Lock()
+        self._pipe, self._lock, self._pid = pipe, threading.Lock(), os.getpid()
+        self.fileno, self.close = pipe.fileno, pipe.close
+        self._awaited: weakref.WeakSet[MPFuture] = weakref.WeakSet()
+        self._error: SwarmError | None = None
 
     def send(self, order: tuple[str, list, dict]) -> None:
+        """Raises SwarmError (broken) once the process has died."""
+        if self._pid != os.getpid():  # in a fork: a thread of the parent may have held the lock
+            self._lock, self._pid = threading.Lock(), os.getpid()
+        self._raise_if_broken()
         with self._lock:
+            self._awaited.update(part for part in (*order[1], *order[2].values()) if isinstance(part, MPFuture))
             self._pipe.send(order)
+        self._raise_if_broken()
+
+    def break_off(self, error: SwarmError) -> None:
+        """Fail what waits for an answer, and all orders to come."""
+        self._error = error
+        is_free = self._lock.acquire(timeout=2.0)  # s; a sender may be stuck in a full pipe
+        for future in list(self._awaited):
+            fail(future, error)
+        if is_free:
+            self._lock.release()
+
+    def _raise_if_broken(self) -> None:
+        if self._error is not None:
+            raise SwarmError(str(self._error), kind=self._error.kind)
+
+
+def fail(future: MPFuture, error: SwarmError) -> None:
+    """Unless it has its answer."""
+    with suppress(InvalidStateError):
+        if not future.done():
+            future.set_exception(error)
 
 
 class LeanDHT(hivemind.DHT):
     """hivemind.DHT whose process keeps nothing of the model, and speaks with admitted peers only.
 
     :param admission: who may take part; shared with all processes of this peer
+    :ivar processes: this peer's; averagers over this DHT are among them
+    :ivar sockets: where they meet
     """
 
     def __init__(self, *args, admission: Admission, record_validators: Iterable[RecordValidatorBase] = (), **kwargs):
         for bound in (bound_serializer, bound_streams, bound_names):
             bound()  # for all processes of this peer: they are forked from here
-        self.admission = admission
+        self.admission, self.processes, self.sockets = admission, PeerProcesses(), SocketFolder()
+        self.last_words = LastWords()
         validators = [*record_validators, DecodableValidator()]
         super().__init__(*args, record_validators=validators, **{**OPTIONS, **kwargs})
+
+    def start(self) -> None:
+        self._outer_pipe = Outbox(self._outer_pipe)
+        super().start()
+        self.processes.add(self, "The process that talks to the swarm")
+        self.processes.add_shared_memory_manager()
+
+    def shutdown(self) -> None:
+        self.processes.close()
+        if self.processes.why_broken is None:
+            super().shutdown()
+        self.sockets.remove()
+
+    def break_off(self, error: SwarmError) -> None:
+        """Its process has died: fail the calls that wait for it, and all to come."""
+        self._inner_pipe.close()
+        self._outer_pipe.break_off(error)
+        fail(self._ready, error)
 
     def run(self) -> None:
         end_with_parent()
         forget_inherited_tensors()
         hold_tasks(hivemind.dht.dht)
         self._inner_pipe = Inbox(self._inner_pipe)
-        # Ctrl-C reaches all of a process group; p2pd would end at once, and nobody could take leave
-        asyncio.subprocess.create_subprocess_exec = partial(
-            asyncio.subprocess.create_subprocess_exec, start_new_session=True
-        )
+        asyncio.subprocess.create_subprocess_exec = DaemonLink(self.last_words, self.sockets).start_daemon
         protocol = OpenDHTProtocol if self.admission.is_open else AdmittedDHTProtocol
         protocol.admission = self.admission  # in this process, which is the node's alone
         hivemind.dht.node.DHTProtocol = protocol

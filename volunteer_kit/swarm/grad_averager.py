@@ -47,6 +47,7 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
     # when a reducer dies, everybody loses its slice: with zeros there all still take the same step, with their own
     # gradients each would go its own way
     lost_parts_are_zero = True
+    role = "The process that averages the gradients"
 
     def __init__(
         self,

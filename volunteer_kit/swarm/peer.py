@@ -14,17 +14,18 @@ from typing import Any
 
 import psutil
 import torch
-from hivemind.dht import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.children import BROKEN, PeerProcesses
 from volunteer_kit.swarm.codec import install_codecs
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.identity import ensure_identity, load_private_key
 from volunteer_kit.swarm.pending_calls import outlive_late_answers
+from volunteer_kit.swarm.sockets import lock_folder_of_multiprocessing
 
 OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
 
@@ -59,7 +60,7 @@ class PeerConfig:
 class Peer:
     """A running peer. `why_client_mode` says in words why others can or cannot call us."""
 
-    dht: DHT
+    dht: LeanDHT
     client_mode: bool
     why_client_mode: str
     admission: Admission = field(default_factory=Admission)
@@ -69,21 +70,25 @@ class Peer:
     def peer_id(self) -> PeerID:
         return self.dht.peer_id
 
+    @property
+    def processes(self) -> PeerProcesses:
+        """This peer's, with those of its averagers: whether they live."""
+        return self.dht.processes
+
     def visible_maddrs(self) -> list[str]:
         """Addresses to give to others as initial_peers; empty in client mode."""
         return [] if self.client_mode else [str(maddr) for maddr in self.dht.get_visible_maddrs(latest=True)]
 
     def shutdown(self) -> None:
         """Leave the DHT and end its processes."""
-        if self.dht.is_alive():
-            self.dht.shutdown()
+        self.dht.shutdown()
         if self._scratch is not None:
             self._scratch.cleanup()
 
 
 def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
     """Start p2pd and a DHT node. Must run in the main thread. Raises SwarmError (dead_peers, port_taken, clock,
-    identity_taken, bad_address, shared_memory, startup) within startup_timeout plus a few seconds.
+    identity_taken, bad_address, shared_memory, startup, broken) within startup_timeout plus a few seconds.
 
     :param admission: who may take part, with this peer's own token in it already; None: everybody
     """
@@ -91,6 +96,7 @@ def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
     check_addresses(config)
     raise_file_limit()
     check_shared_memory()
+    lock_folder_of_multiprocessing()
     install_codecs()
     outlive_late_answers()
     client_mode, why = decide_client_mode(config)
@@ -115,7 +121,7 @@ def _use_identity(identity_path: str) -> None:
     RSAPrivateKey._process_wide_key = load_private_key(Path(identity_path).read_bytes())
 
 
-def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, admission: Admission) -> DHT:
+def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, admission: Admission) -> LeanDHT:
     dht = LeanDHT(
         initial_peers=config.initial_peers or None,
         host_maddrs=config.host_maddrs,
@@ -134,13 +140,14 @@ def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, admiss
         dht.wait_until_ready(timeout=config.startup_timeout + 15.0)
     except BaseException as e:
         _end(dht)
-        if not isinstance(e, Exception):
+        if not isinstance(e, Exception) or getattr(e, "kind", None) == BROKEN:
             raise
         raise explain_startup_failure(repr(e), config) from e
     return dht
 
 
-def _end(dht: DHT) -> None:
+def _end(dht: LeanDHT) -> None:
+    dht.processes.close()
     dht.join(3)  # s; it ends by itself. Killed while it tells us why, it would keep a lock that all later DHTs need
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(dht.pid).children(recursive=True) if dht.is_alive() else []
@@ -148,6 +155,7 @@ def _end(dht: DHT) -> None:
         dht.join(5)
         for child in children:
             child.kill()
+    dht.sockets.remove()
 
 
 def explain_startup_failure(cause: str, config: PeerConfig) -> SwarmError:

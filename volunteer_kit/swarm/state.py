@@ -68,6 +68,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
     """
 
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
+    role = "The process that shares the training state"
 
     def __init__(self, **kwargs):
         # hivemind counts the epoch before the background step that makes it true: what a joiner would then download

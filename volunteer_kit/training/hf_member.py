@@ -118,6 +118,7 @@ class Member:
             self._adopt_schedule()
             self.board.publish(self._record(self.config.name))  # who is about to leave waits for us
             self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
+            self.peer.processes.raise_if_broken()
             self._recording.start()
             self._wait_for_others()
         except BaseException:
@@ -132,6 +133,7 @@ class Member:
         if tracker.global_progress.num_peers < wanted:
             print(f"Waiting until {wanted} peers are here.", flush=True)
         while tracker.global_progress.num_peers < wanted:
+            self.peer.processes.raise_if_broken()
             tracker.attend(self.epoch)
             tracker.look_again(timeout=2.0)
             time.sleep(0.2)
@@ -187,6 +189,11 @@ class Member:
         averager._update_scheduler()
 
     # --- being here ---
+
+    @property
+    def why_broken(self) -> str | None:
+        """Which of this peer's processes has died, and how; it takes no more part in the swarm."""
+        return self.peer.processes.why_broken if self.peer is not None else None
 
     @property
     def why_sent_away(self) -> str | None:
@@ -278,7 +285,7 @@ class Member:
         those that were killed records stay for a minute: nobody waits for whom nobody reaches."""
         deadline, tracker, in_vain = time.monotonic() + LINGER, self.swarm.tracker, 0
         self._news.set()
-        while time.monotonic() < deadline and not self.swarm.client_mode:
+        while time.monotonic() < deadline and not self.swarm.client_mode and self.why_broken is None:
             tracker.attend(self.epoch)
             tracker.look_again(timeout=5.0)
             same = [one for one in self._others(self.board) if one.fingerprint == self.fingerprint]
@@ -315,8 +322,9 @@ class Member:
             for theirs, ours in zip(behind.param_groups, self._shown.param_groups, strict=True):
                 ours |= {name: value for name, value in theirs.items() if name not in ("params", "capturable")}
             hand_over(self._scheduler, self._shown)
-            for board in (self.board, self._trainers):
-                board.publish(None)
+            if self.why_broken is None:
+                for board in (self.board, self._trainers):
+                    board.publish(None)
             self.swarm.shutdown()
         if self.config.door is not None:
             self.config.door.leave()

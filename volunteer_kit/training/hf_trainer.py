@@ -29,6 +29,7 @@ try:
 except ImportError as e:
     raise ImportError("SwarmTrainer needs transformers and accelerate: pip install 'volunteer-kit[hf]'") from e
 
+from volunteer_kit.swarm.children import broken
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config, read_json
@@ -99,18 +100,33 @@ class SwarmCallback(TrainerCallback):
     # --- what the Trainer asks itself ---
 
     def _train(self, original: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Whatever happens in it, this peer leaves the swarm at its end."""
+        """Whatever happens in it, this peer leaves the swarm at its end. Raises SwarmError (broken) when one of its
+        processes has died."""
         last = resume_from_checkpoint is True and get_last_checkpoint(self.trainer.args.output_dir)
         self._saved = saved_state(last or resume_from_checkpoint)
         try:
             found = original(resume_from_checkpoint, *args, **kwargs)
             return found._replace(training_loss=found.metrics.get("train_loss", found.training_loss))
+        except Exception as e:
+            if self.member is not None and (why := self.member.why_broken) is not None:
+                raise broken(why, self._how_to_resume()) from e
+            raise
         finally:
             self._leave()
             if self._held is not None:
                 for group, held in zip(self.trainer.optimizer.param_groups, self._held, strict=True):
                     group["params"] = held
                 self._held = None
+
+    def _how_to_resume(self) -> str:
+        last = get_last_checkpoint(self.trainer.args.output_dir)
+        resume = f"resume_from_checkpoint={last!r}" if last else ""
+        return (
+            "This peer has left the swarm; the others go on.\n"
+            f"1. Start this program again, with: trainer.train({resume})\n"
+            "2. Where it was killed for a lack of memory: close other programs, or use a smaller batch.\n"
+            "3. If it happens again, report these lines."
+        )
 
     def _count(self, original: Callable, iterator: Iterator, *args: Any, **kwargs: Any) -> tuple:
         """Samples of the next step of this peer, and what their loss is a mean over."""
@@ -215,6 +231,7 @@ class SwarmCallback(TrainerCallback):
         self.trainer.optimizer._is_overflow = True  # the schedule goes by the swarm's steps, and is not the Trainer's
 
     def on_step_end(self, args, state, control, **_):
+        self.member.peer.processes.raise_if_broken()
         before, now = self._last_step, state.global_step
         self._last_step = now
         if (passes := self._data.passes(self._steps)) is not None:

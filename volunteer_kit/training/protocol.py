@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 REFUSED = 2  # it told an error that a restart would not mend
 OFFLINE = 69  # nobody can be reached; what was there before may come back
 RENEW = 75  # nothing is wrong, it wants to begin afresh
+BROKEN = 70  # a process that it consists of has died, or their sockets are gone: a new start mends it
 
 
 class WorkerSpec(BaseModel):
@@ -95,6 +96,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "error": ("kind", "message"),  # in plain words; the process ends with exit code 2 and must not be restarted as is
     "checkpoint": ("path", "epoch"),
     "renewing": ("message",),  # the process ends with exit code 75, to be started afresh
+    "broken": ("message",),  # which process of the worker died, and how; it ends with exit code 70, to be started again
     "finished": ("epoch", "path", "total_samples"),  # the run's last epoch, or finish_at's: saved, still sharing
     "left": ("total_samples", "epochs"),
 }
