@@ -109,6 +109,9 @@ def measure_overhead(console: Console, run: Run, pairs: int, scratch: Path) -> d
 
 
 if __name__ == "__main__":
+    from benchmarks.descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of it")
     parser.add_argument("--bans", type=int, default=10)

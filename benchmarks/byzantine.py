@@ -176,6 +176,9 @@ def banned(result: Result) -> str:
 
 
 if __name__ == "__main__":
+    from benchmarks.descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--attacks", nargs="+", default=(), help="names from the table; default: all")

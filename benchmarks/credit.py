@@ -183,6 +183,9 @@ def report(console: Console, results: list[Result]) -> int:
 
 
 if __name__ == "__main__":
+    from benchmarks.descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], choices=[scenario.name for scenario in SCENARIOS])
     parser.add_argument("--seconds", type=float, default=240.0, help="of the swarm that comes and goes")

@@ -193,6 +193,9 @@ def report(console: Console, faults: list[Fault], lost: int, manual: int, counte
 
 
 if __name__ == "__main__":
+    from benchmarks.descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves nothing behind

@@ -297,6 +297,9 @@ def report(console: Console, peers: list[Peer], figures: dict) -> int:
 
 
 if __name__ == "__main__":
+    from descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=f"{EMOJI}/{{00000..00003}}.tar", help="image shards")
     parser.add_argument("--target-batch-size", type=int, default=4, help="samples of both peers that make an epoch")

@@ -139,6 +139,9 @@ def report(console: Console, figures: dict[str, float]) -> int:
 
 
 if __name__ == "__main__":
+    from benchmarks.descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one cold and one warm newcomer, no shaped line")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves nothing behind

@@ -190,6 +190,9 @@ def main(quick: bool, cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    from benchmarks.descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="each case once, and two at once instead of eight")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="these cases, and plain")

@@ -236,6 +236,9 @@ def table(rows: list[dict], title: str) -> Table:
 
 
 if __name__ == "__main__":
+    from descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="steps of each side")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)

@@ -30,6 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.descendants import without_mark
 from benchmarks.netlab_parts.kernel import NoNetlab, enter, ip, run, works
 from benchmarks.netlab_parts.relay import Wire
 
@@ -119,6 +120,7 @@ class Netlab:
         self._remover = subprocess.Popen(
             ["sh", "-c", REMOVE, *self.machines, self.switch],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            env=without_mark(),  # it cleans up when we have ended
         )  # fmt: skip
         try:
             for namespace in (self.switch, *self.machines):
@@ -223,6 +225,9 @@ class Netlab:
 
 
 if __name__ == "__main__":
+    from benchmarks.descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     from benchmarks.netlab_parts.check import main
 
     try:

@@ -106,6 +106,9 @@ def main(quick: bool) -> int:
 
 
 if __name__ == "__main__":
+    from descendants import end_descendants_with_us
+
+    end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="minutes less, figures worth less")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)

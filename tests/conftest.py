@@ -7,6 +7,10 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.descendants import end_descendants_with_us
+
+end_descendants_with_us()  # peers, hosts and servers, however this process ends
+
 
 @pytest.fixture(autouse=True)
 def interrupts_arrive():

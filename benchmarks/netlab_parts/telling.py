@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.descendants import end_descendants_with_us
 from benchmarks.netlab_parts.kernel import NoNetlab
 from volunteer_kit.run_reader import RunError
 
 
 def end_with(main: Callable[[], int]) -> None:
-    """Run it; where there are no namespaces or shapers, or --swarm is wrong, a sentence says so."""
+    """Run it; where there are no namespaces or shapers, or --swarm is wrong, a sentence says so. All that it starts ends
+    with it."""
+    end_descendants_with_us()
     try:
         sys.exit(main())
     except (NoNetlab, RunError) as e:

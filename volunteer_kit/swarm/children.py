@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 import psutil
 
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.sockets import SocketGuard, sockets_of_multiprocessing
+from volunteer_kit.swarm.sockets import SocketGuard, remove_own_folders, sockets_of_multiprocessing
 
 LOOK_EVERY = 1.0  # s between looks at the sockets of this process
 ROOT_CAUSE_WITHIN = 0.5  # s after the first death: the process that died of the cause may be seen second
@@ -247,4 +247,5 @@ def end_program(say: Callable[[], None], code: int) -> NoReturn:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()
+    remove_own_folders()
     os._exit(code)

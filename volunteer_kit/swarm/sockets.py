@@ -24,6 +24,9 @@ MAX_BASE = 40  # characters; the system allows 107 (103 on macOS), and PREFIX an
 YOUNG = 60.0  # s in which a folder may have been made and not locked yet
 
 
+_in_use: set[SocketFolder] = set()  # by peers of this process
+
+
 class SocketFolder:
     """A folder with mode 0700 for the sockets of one peer, locked for as long as a process of the peer lives.
 
@@ -37,7 +40,7 @@ class SocketFolder:
         try:
             remove_stale_folders(Path(base))
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-            self._lock = _lock(self.path)
+            self._lock: int | None = _lock(self.path)
         except OSError as e:
             raise SwarmError(
                 f"This peer cannot keep its sockets in {base}: {e.strerror or e}.\n"
@@ -45,6 +48,7 @@ class SocketFolder:
                 "2. Name another folder for temporary files, with a short path: export TMPDIR=/var/tmp",
                 kind="startup",
             ) from e
+        _in_use.add(self)
 
     @property
     def prefix(self) -> str:
@@ -57,6 +61,13 @@ class SocketFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+            _in_use.discard(self)
+
+
+def remove_own_folders() -> None:
+    """Those of this process's peers, before it ends by force."""
+    for folder in list(_in_use):
+        folder.remove()
 
 
 def remove_stale_folders(base: Path) -> None:

@@ -1,0 +1,160 @@
+"""A process that a peer consists of dies, or the sockets where they meet are removed: the peer ends, says why, and is
+started again."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from volunteer_kit.home import Home
+from volunteer_kit.runs import load_run
+from volunteer_kit.supervisor import Supervisor
+from volunteer_kit.training.protocol import BROKEN, WorkerSpec
+
+UP = 120.0  # s
+SOON = 15.0  # s; it takes one or two
+
+
+class Family:
+    """The processes of one peer, by what they do.
+
+    :param pid: of its main process
+    """
+
+    def __init__(self, pid: int):
+        self.main = psutil.Process(pid)
+        children = self.main.children()
+        self.shared_memory = next(child for child in children if child.name() == "torch_shm_manager")
+        self.dht = next(c for c in children if any(below.name() == "p2pd" for below in c.children()))
+        self.daemon = next(child for child in self.dht.children() if child.name() == "p2pd")
+        self.averagers = [child for child in children if child not in (self.dht, self.shared_memory)]
+        [listens] = [word for word in self.daemon.cmdline() if word.startswith("-listen=/unix")]
+        self.control = Path(listens.partition("/unix")[2])
+        self.listeners = [
+            Path(c.laddr) for c in self.main.net_connections("unix") if "/listener-" in c.laddr and "pymp-" in c.laddr
+        ]
+
+    def all(self) -> list[psutil.Process]:
+        return [self.main, *self.main.children(recursive=True)]
+
+
+FAULTS: dict[str, tuple[Callable[[Family], None], str]] = {
+    "DHT crashes": (
+        lambda family: family.dht.send_signal(signal.SIGSEGV),
+        "The process that talks to the swarm was killed by signal 11 (SIGSEGV)",
+    ),
+    "DHT killed": (lambda family: family.dht.kill(), "The process that talks to the swarm was killed by signal 9"),
+    "p2pd killed": (lambda family: family.daemon.kill(), "(p2pd) was killed by signal 9 (SIGKILL)"),
+    "first averager killed": (lambda family: family.averagers[0].kill(), "was killed by signal 9 (SIGKILL)"),
+    "last averager crashes": (
+        lambda family: family.averagers[-1].send_signal(signal.SIGSEGV),
+        "was killed by signal 11 (SIGSEGV)",
+    ),
+    "folder of sockets removed": (lambda family: shutil.rmtree(family.control.parent), "Another program removed"),
+    "control socket removed": (lambda family: family.control.unlink(), "Another program removed"),
+    "sockets of p2pd's clients removed": (
+        lambda family: [path.unlink() for path in family.control.parent.glob("p2pclient-*")],
+        "Another program removed",
+    ),
+    "socket of multiprocessing removed": (lambda family: family.listeners[0].unlink(), "Another program removed"),
+    "helper for shared memory killed": (
+        lambda family: family.shared_memory.kill(),
+        "The helper for shared memory was killed by signal 9",
+    ),
+}
+
+
+class Volunteer:
+    """A worker of the run `demo` under its supervisor, with a home."""
+
+    def __init__(self, folder: Path, **settings):
+        folder.mkdir(exist_ok=True)
+        self.home = Home(folder / "home")
+        spec = WorkerSpec(
+            run=load_run("demo").model_dump(mode="json"),
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            client_mode=False,
+            home=str(self.home.path),
+            checkpoint_dir=str(self.home.checkpoints),
+            threads=1,
+            peer_seed=len(settings),
+            **settings,
+        )
+        self.supervisor = Supervisor(spec, log_path=folder / "worker.log")
+        self.events: list[dict] = []
+
+    def wait_for(self, found: Callable[[dict], bool], timeout: float = UP) -> dict:
+        """The next event for which `found` is true."""
+        deadline = time.monotonic() + timeout
+        while (event := self.supervisor.next_event(max(0.0, deadline - time.monotonic()))) is not None:
+            self.events.append(event)
+            assert event["event"] not in ("error", "gave_up"), event
+            if found(event):
+                return event
+        raise AssertionError(f"nothing within {timeout} s; {self.events[-9:]}; {self.supervisor.log_path.read_text()}")
+
+    def wait(self, name: str, timeout: float = UP) -> dict:
+        return self.wait_for(lambda event: event["event"] == name, timeout)
+
+    def wait_epoch(self, group_size: int = 1, timeout: float = UP) -> dict:
+        return self.wait_for(lambda e: e["event"] == "epoch" and e["group_size"] >= group_size, timeout)
+
+    def family(self) -> Family:
+        return Family(self.supervisor.pid)
+
+    def is_hit(self, fault: str) -> dict:
+        """:returns: the event "restarting" that follows"""
+        hit, words = FAULTS[fault]
+        family = self.family()
+        members = family.all()
+        hit(family)
+        event = self.wait("restarting", SOON)
+        assert event["exit_code"] == BROKEN and words in event["message"], (event, self.events[-3:])
+        assert any(words in event["message"] for event in self.events if event["event"] == "broken")
+        assert not psutil.wait_procs(members, timeout=SOON)[1], "none of its processes stays"
+        return event
+
+
+@contextlib.contextmanager
+def volunteer(folder: Path, **settings) -> Iterator[Volunteer]:
+    made = Volunteer(folder, **settings)
+    with made.supervisor:
+        yield made
+
+
+def test_a_worker_whose_dht_dies_says_so_and_is_back_with_its_totals(tmp_path):
+    with volunteer(tmp_path) as one:
+        one.wait_for(lambda event: event["event"] == "totals" and event["samples"] > 0)
+        sockets = one.family().control.parent
+        assert sockets.stat().st_mode & 0o777 == 0o700
+        one.is_hit("DHT crashes")
+        assert not sockets.exists()
+        saved = Home(one.home.path).totals()
+        assert saved.samples > 0
+        again = one.wait("totals")
+        assert again["samples"] >= saved.samples, "what was saved is not lost"
+        assert one.family().control.parent != sockets
+
+
+@pytest.mark.slow
+def test_each_fault_ends_a_worker_of_a_swarm_and_it_comes_back_into_rounds(tmp_path):
+    with volunteer(tmp_path / "first") as first:
+        maddrs = first.wait("connected")["maddrs"]
+        with volunteer(tmp_path / "second", initial_peers=maddrs) as second:
+            second.wait_epoch(group_size=2)
+            for fault in FAULTS:
+                began = time.monotonic()
+                second.is_hit(fault)
+                ended = time.monotonic() - began
+                second.wait_epoch(group_size=2)
+                print(f"{fault}: ended after {ended:.1f} s, in a round after {time.monotonic() - began:.1f} s")
+                last = max(i for i, e in enumerate(second.events) if e["event"] == "broken")
+                t0 = second.events[last]["time"]
+                print("   ", [(e["event"], round(e["time"] - t0, 1)) + ((e["group_size"],) if e["event"]=="epoch" else ()) for e in second.events[last:] if e["event"] in ("broken","restarting","starting","connected","state_loaded","epoch","device","averaging","cut_off","warning")], flush=True)
