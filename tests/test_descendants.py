@@ -21,7 +21,7 @@ from benchmarks.descendants import end_descendants_with_us
 end_descendants_with_us()
 from tests.local_swarm import LocalPeer
 peer = LocalPeer(Path(sys.argv[1]))
-sleep = [sys.executable, "-S", "-c", "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"]
+sleep = [sys.executable, "-S", "-c", "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"]
 others = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True, stdin=subprocess.DEVNULL)]
 peer.wait_event("connected")
 print(json.dumps([peer.process.pid, *(other.pid for other in others)]), flush=True)

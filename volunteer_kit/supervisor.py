@@ -19,7 +19,7 @@ from typing import Any
 
 from volunteer_kit.home import open_log
 from volunteer_kit.process_group import kill_all, start, wait_for_exit
-from volunteer_kit.training.protocol import OFFLINE, RENEW, FinishAt, Leave, WorkerSpec, parse_event
+from volunteer_kit.training.protocol import BROKEN, OFFLINE, RENEW, FinishAt, Leave, WorkerSpec, parse_event
 from volunteer_kit.worker_end import WorkerEnd
 
 Event = dict[str, Any]
@@ -42,7 +42,8 @@ class Supervisor:
     :param restart: start the worker again after a crash, and as often as the line is dead.
     :param max_restarts: crashes in a row without one applied epoch between them before giving up.
     :param module: what `python -m` runs.
-    :param backoff: s before the first restart; doubles with each crash in a row, up to a minute.
+    :param backoff: s before the first restart; doubles with each crash in a row, up to a minute. A worker of which a
+        process has died (exit code BROKEN) is started again at once the first time.
 
     Beside the worker's events (training/protocol.py) it has two of its own: "restarting" (exit_code, delay, restarts,
     message) and "gave_up" (exit_code, restarts, message). The worker has a session of its own, so Ctrl-C reaches the
@@ -203,9 +204,12 @@ class Supervisor:
                     return
                 in_a_row = outages if self.exit_code == OFFLINE else crashes
                 delay = min(MAX_BACKOFF, self.backoff * 2 ** (min(in_a_row, 10) - 1))
+                if self.exit_code == BROKEN and in_a_row == 1:
+                    delay = 0.0
                 self.restarts += 1
                 how = end.in_words()
-                message = f"{how[0].upper()}{how[1:]}; the worker starts again in {delay:.0f} s."
+                when = f"in {delay:.0f} s" if delay else "at once"
+                message = f"{how[0].upper()}{how[1:]}; the worker starts again {when}."
                 self._tell("restarting", delay=delay, message=message)
                 with suppress(queue.Empty):
                     self._wake.get(timeout=delay)

@@ -156,20 +156,19 @@ class PeerProcesses:
             ready = wait([self._woken, *(child.sentinel for child in children)], timeout=LOOK_EVERY)
             if self._woken in ready:
                 self._woken.recv_bytes()
-            if any(child.sentinel in ready for child in children):
-                if (why := self._root_cause()) is not None:
+            if dead := [child for child in children if child.sentinel in ready]:
+                if (why := self._root_cause(dead)) is not None:
                     self._break(why)
                     return
             elif (lost := self._guard.find_lost(sockets_of_multiprocessing())) is not None:
                 self._break(socket_lost(lost))
                 return
 
-    def _root_cause(self) -> str | None:
+    def _root_cause(self, dead: list[_Child]) -> str | None:
         """How the process ended that was started first, of those that end now: the others may have died of it. None:
-        all was as it should."""
+        all was as it should. What is not ours is the cause itself, and torch soon aborts all of us for it."""
         until = time.monotonic() + ROOT_CAUSE_WITHIN
-        dead: list[_Child] = []
-        while True:
+        while not any(child.process is None for child in dead):
             with self._lock:
                 living = [child for child in self._children if child not in dead]
             ready = wait([child.sentinel for child in living], timeout=max(0.0, until - time.monotonic()))
@@ -178,6 +177,7 @@ class PeerProcesses:
                 break
         with self._lock:
             dead = [child for child in self._children if child in dead]
+        dead.sort(key=lambda child: child.process is not None)
         return dead[0].how_ended() if dead else None
 
     def _break(self, why: str) -> None:
