@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import multiprocessing
 import os
@@ -152,14 +153,14 @@ class Outbox:
 
     def _raise_if_broken(self) -> None:
         if self._error is not None:
-            raise SwarmError(str(self._error), kind=self._error.kind)
+            raise copy.copy(self._error)
 
 
 def fail(future: MPFuture, error: SwarmError) -> None:
     """Unless it has its answer."""
     with suppress(InvalidStateError):
         if not future.done():
-            future.set_exception(error)
+            future.set_exception(copy.copy(error))  # several threads may raise theirs
 
 
 class LeanDHT(hivemind.DHT):

@@ -23,6 +23,8 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 
 from volunteer_kit.swarm.attendance import Attendance
 from volunteer_kit.swarm.believed_progress import Claims, believed_samples
+from volunteer_kit.swarm.children import BROKEN
+from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.plausible import MOST_SAID, Limits, believed_epoch, epochs_ahead, is_plausible
 from volunteer_kit.swarm.records import read_record
@@ -109,6 +111,14 @@ class SwarmProgressTracker(ProgressTracker):
         if not self._attends or self.local_progress.epoch != epoch:
             self._attends = True
             self.report_local_progress(epoch, 0)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except SwarmError as e:  # the DHT's process has died; the training thread raises it
+            self.shutdown_complete.set()
+            if e.kind != BROKEN:
+                raise
 
     async def _progress_reporter(self) -> None:
         """Stores our record when it has changed, and before it expires.
