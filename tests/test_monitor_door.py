@@ -21,7 +21,7 @@ from volunteer_kit.cli import _plain_errors
 from volunteer_kit import cli_monitor
 from volunteer_kit.monitor import door
 
-door.FAREWELL, door.SERVE_FOR, door.MEET_WITHIN = 0.3, 0.1, 0.1
+door.FAREWELL, door.SERVE_FOR, door.MEET_WITHIN, door.TROUBLES = 0.3, 0.1, 0.1, 1
 answer, others, goodbye = eval(sys.argv[1])
 
 class Monitor:
@@ -30,7 +30,7 @@ class Monitor:
         print("peers", *addresses.initial_peers, flush=True)
         record = SimpleNamespace(fingerprint=run.fingerprint)
         board = SimpleNamespace(fetch=lambda: {name: record for name in ["us", *others]})
-        peer = SimpleNamespace(peer_id="us", visible_maddrs=list, dht=SimpleNamespace(is_alive=lambda: False))
+        peer = SimpleNamespace(peer_id="us", visible_maddrs=list)
         self.member = SimpleNamespace(peer=peer, board=board)
     def turn(self):
         if answer is None:

@@ -1,0 +1,118 @@
+"""The folder of a peer's sockets: whose it is, when it is removed, and what is missed in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from volunteer_kit.swarm import sockets
+from volunteer_kit.swarm.children import end_in_words
+from volunteer_kit.swarm.sockets import PREFIX, SocketFolder, SocketGuard
+from volunteer_kit.training.protocol import BROKEN
+from volunteer_kit.worker_end import WorkerEnd
+
+KILLED = """
+import os, signal
+from volunteer_kit.swarm.sockets import SocketFolder
+print(SocketFolder().path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """The folder for temporary files, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="vk", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_a_folder_is_private_and_a_path_in_it_is_short_enough(base):
+    folder = SocketFolder()
+    assert folder.path.parent == base and folder.path.stat().st_mode & 0o777 == 0o700
+    with socket.socket(socket.AF_UNIX) as longest:
+        longest.bind(f"{folder.path}/p2pclient-{'x' * 11}.sock")
+    folder.remove()
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_where_the_path_for_temporary_files_is_long_another_one_is_taken(base, monkeypatch):
+    deep = base / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = SocketFolder()
+    assert folder.path.parent == Path("/tmp")
+    folder.remove()
+
+
+def test_what_a_killed_peer_left_is_removed_by_the_next_and_nothing_else_is(base, monkeypatch):
+    environment = {**os.environ, "TMPDIR": str(base)}
+    done = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    left = Path(done.stdout.strip())
+    used = SocketFolder()
+    assert left.is_dir(), "it is young: its owner may be about to lock it"
+    monkeypatch.setattr(sockets, "YOUNG", -1.0)
+    (base / "other").mkdir()
+    (base / f"{PREFIX}link").symlink_to(base / "other")
+    later = SocketFolder()
+    assert not left.exists() and used.path.is_dir() and later.path.is_dir()
+    assert (base / "other").is_dir() and (base / f"{PREFIX}link").is_symlink()
+    used.remove()
+    later.remove()
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(base, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(base / "gone"))
+    with pytest.raises(sockets.SwarmError, match="export TMPDIR") as told:
+        SocketFolder()
+    assert told.value.kind == "startup"
+
+
+def test_a_socket_that_was_removed_or_replaced_is_missed(base):
+    one, other = str(base / "one"), str(base / "other")
+    made = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    made[0].bind(one)
+    guard = SocketGuard()
+    assert guard.find_lost([one], may_come=[other]) is None
+    made[1].bind(other)
+    assert guard.find_lost([one], may_come=[other]) is None
+    os.unlink(other)
+    assert guard.find_lost([one], may_come=[other]) == other
+    made[2].bind(str(base / "new"))
+    os.rename(base / "new", one)
+    assert guard.find_lost([one]) == one, "somebody else's is there"
+    os.unlink(one)
+    Path(one).touch()
+    assert SocketGuard().find_lost([one]) == one, "it is no socket"
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-11, "was killed by signal 11 (SIGSEGV)"),
+        (-9, "was killed by signal 9 (SIGKILL), often the system's answer to a lack of memory"),
+        (-999, "was killed by signal 999"),
+        (0, "ended with exit code 0"),
+        (1, "ended with exit code 1"),
+        (None, "has ended"),
+    ],
+)
+def test_how_a_process_ended_in_words(code, words):
+    assert end_in_words(code) == words
+
+
+def test_a_broken_worker_is_followed_and_says_why():
+    end = WorkerEnd(BROKEN, "The process that talks to the swarm was killed by signal 11.\nmore", "")
+    assert end.in_words() == "The process that talks to the swarm was killed by signal 11"
+    assert end.may_be_followed(1, 10, was_connected=False) and not end.may_be_followed(11, 10, was_connected=True)
