@@ -13,8 +13,9 @@ from volunteer_kit.run_reader import RunError
 
 
 def end_with(main: Callable[[], int]) -> None:
-    """Run it; where there are no namespaces or shapers, or --swarm is wrong, a sentence says so. All that it starts ends
-    with it."""
+    """Run it; where there are no namespaces or shapers, or --swarm is wrong, a sentence says so.
+
+    All processes that it starts end with it."""
     end_descendants_with_us()
     try:
         sys.exit(main())
