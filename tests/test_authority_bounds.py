@@ -48,7 +48,7 @@ def test_an_address_is_who_is_connected_whatever_headers_say(lite, anna):
 
 
 def test_what_counts_as_one_address():
-    from volunteer_kit.auth.authority.pace import household
+    from volunteer_kit.bounded_http import household
 
     assert household("192.0.2.7") == "192.0.2.7" == household("::ffff:192.0.2.7")
     assert household("2001:db8:1:2:3::4") == household("2001:db8:1:2:ffff::1") != household("2001:db8:1:3::1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import ssl
@@ -15,12 +14,10 @@ from typing import Any
 import pytest
 import requests
 import typer
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
-from tests.local_authority import RUN, add_person, join_body, key, make_authority, served
+from tests.bounded_server import make_certificate
+from tests.local_authority import RUN, add_person, join_body, make_authority, served
 from tests.waiting import wait_until
 from volunteer_kit import authority_door, cli_host
 from volunteer_kit.auth.access_token import KeyFolder, KeysError, Trust
@@ -154,23 +151,6 @@ def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(hub, tmp_path
         stop.set()
         thread.join(15)
     authority.storage.close()
-
-
-def make_certificate(folder: Path, number: int = 0) -> tuple[Path, Path]:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
-    now, own = datetime.datetime.now(datetime.timezone.utc), x509.DNSName("localhost")
-    ours = x509.IPAddress(__import__("ipaddress").ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key(number).public_key())
-        .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([own, ours]), critical=False).sign(key(number), hashes.SHA256())
-    )  # fmt: skip
-    pem = serialization.Encoding.PEM
-    (folder / "cert.pem").write_bytes(certificate.public_bytes(pem))
-    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "key.pem").write_bytes(key(number).private_bytes(pem, *plain))
-    assert ssl.create_default_context(cafile=str(folder / "cert.pem"))
-    return folder / "cert.pem", folder / "key.pem"
 
 
 # --- moderators type ---

@@ -9,18 +9,25 @@ import sys
 import threading
 from pathlib import Path
 
-import uvicorn
-
+from volunteer_kit.bounded_http import LOOPBACK, BoundedServer, HttpLimits
 from volunteer_kit.dashboard.app import make_app
 from volunteer_kit.dashboard.board import Board
 from volunteer_kit.dashboard.errors import DashboardError
 from volunteer_kit.dashboard.state import run_info
 from volunteer_kit.runs import RunConfig, load_run
 
+LIMITS = HttpLimits(connections=900)
 FAREWELL = 3  # s for answers that are under way; then they are cut off
 
 
-def serve(run: str | Path | RunConfig, *, folder: str | Path | None = None, host: str = "127.0.0.1", port: int = 0):
+def serve(
+    run: str | Path | RunConfig,
+    *,
+    folder: str | Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: HttpLimits = LIMITS,
+) -> None:
     """Show a run's journal at http://host:port until SIGTERM or Ctrl-C. Prints one line of JSON when it listens.
 
     :param folder: the monitor's; it need not be there yet. Default: ./RUN_ID-host/monitor
@@ -30,16 +37,9 @@ def serve(run: str | Path | RunConfig, *, folder: str | Path | None = None, host
     config = run if isinstance(run, RunConfig) else load_run(run)
     board = Board(monitor_folder(config, folder), run_info(config))
     listener = _listen(host, port)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(board),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=FAREWELL,
-            limit_concurrency=900,
-            lifespan="off",
-        )  # fmt: skip
+    # Who connects from this machine is a proxy, as a rule: the dashboard itself speaks no TLS.
+    server = BoundedServer(
+        make_app(board), limits, proxies=LOOPBACK, log_level="error", timeout_graceful_shutdown=FAREWELL
     )
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has stopped

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from volunteer_kit.auth.authority.convictions import Convictions
 from volunteer_kit.auth.authority.desk import Admission, Desk
 from volunteer_kit.auth.authority.moderators import PAGE, Moderators, Signed
-from volunteer_kit.auth.authority.pace import household
 from volunteer_kit.auth.authority.wire import Admitted, BanThem, Convict, Join, Named, Proven, SignIn
 from volunteer_kit.auth.moderation import Refused
+from volunteer_kit.bounded_http import household
 
 AT_ONCE = 24  # logins that ask the Hub; when it is slow, they must not take the threads that refreshes need
 WAITING = 400  # more of them are told to come back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import time
 
 import limits
@@ -33,15 +32,3 @@ class Pacer:
         ends = self._window.get_window_stats(self._items[rule], rule, who).reset_time
         wait = max(1.0, ends - time.time())
         raise Refused("limit", f"Too many requests from here.\n1. Wait {wait:.0f} s, then try again.", wait)
-
-
-def household(address: str) -> str:
-    """What counts as one address: of IPv6 the /64, which one line has whole."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return "?"
-    mapped = getattr(found, "ipv4_mapped", None)
-    if found.version == 6 and mapped is None:
-        return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
-    return str(mapped or found)

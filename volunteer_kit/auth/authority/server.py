@@ -11,12 +11,15 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from volunteer_kit.auth.authority.settings import AuthorityError, is_loopback
+from volunteer_kit.bounded_http import LOOPBACK, BoundedServer, HttpLimits
 
+LIMITS = HttpLimits(header_bytes=32_768)
 GRACE = 5  # s that requests under way have when it is ended
 LOOKED_AT = 10  # ticks of 0.1 s after which a renewed certificate is noticed
 _log = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ def serve(
     tls_cert: str | Path | None = None,
     tls_key: str | Path | None = None,
     behind_proxy: bool = False,
+    limits: HttpLimits = LIMITS,
     on_ready: Callable[[str], None] = lambda url: None,
     stop: threading.Event | None = None,
 ) -> None:
@@ -48,36 +52,34 @@ def serve(
             "2. Or let a proxy on this machine do TLS, and say so: --behind-proxy"
         )
     listening = _listen(host, port)
-    config = uvicorn.Config(
+    server = _Server(
         app,
+        limits,
+        on_ready=lambda: on_ready(url),
+        stop=stop or threading.Event(),
+        proxies=LOOPBACK if behind_proxy else frozenset(),
         log_config=_log_config(),
-        access_log=False,  # the Hub's answer to a sign-in stands in an address
-        proxy_headers=behind_proxy,
-        forwarded_allow_ips="127.0.0.1,::1",
-        server_header=False,
-        limit_concurrency=2000,
-        timeout_keep_alive=15,
         timeout_graceful_shutdown=GRACE,
         ssl_certfile=str(tls_cert) if is_tls else None,
         ssl_keyfile=str(tls_key) if is_tls else None,
-        h11_max_incomplete_event_size=32_768,
-        ws="none",
-        lifespan="off",
     )
     try:
-        config.load()
+        server.config.load()
     except (OSError, ssl.SSLError) as error:
         listening.close()
         raise AuthorityError(f"The certificate {tls_cert} or its key {tls_key} cannot be used ({error}).") from None
     name = f"[{host}]" if ":" in host else host
     url = f"{'https' if is_tls else 'http'}://{name}:{listening.getsockname()[1]}"
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when all is done
-        _Server(config, lambda: on_ready(url), stop or threading.Event()).run(sockets=[listening])
+        server.run(sockets=[listening])
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], stop: threading.Event) -> None:
-        super().__init__(config)
+class _Server(BoundedServer):
+    def __init__(
+        self, app: FastAPI, limits: HttpLimits, *, on_ready: Callable[[], None], stop: threading.Event, **options: Any
+    ) -> None:
+        super().__init__(app, limits, **options)
+        config = self.config
         self._on_ready, self._stop = on_ready, stop
         self._files = (config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else ()
         self._loaded = _state(self._files)
@@ -133,7 +135,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _log_config() -> dict[str, object]:
-    """uvicorn's, without a line for each request: access_log=False alone leaves them to a handler of the root's."""
+    """uvicorn's, without a line for each request, good or bad: the Hub's answer to a sign-in stands in an address, and
+    whoever sends garbage must not fill the host's disk. access_log=False alone leaves the lines to the root's handler.
+    """
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["loggers"]["uvicorn.access"] = {"handlers": [], "level": logging.CRITICAL, "propagate": False}
+    config["loggers"]["uvicorn.error"]["level"] = logging.ERROR
     return config
