@@ -34,8 +34,16 @@ from tests.waiting import wait_until
 from volunteer_kit.bounded_http import BoundedServer, HttpLimits
 
 PATIENT = HttpLimits(
-    connections=100, per_address=1000, headers_within=300, body_within=300, keep_alive=300, stalled_within=300
+    connections=100,
+    per_address=1000,
+    requests_per_s=1e6,
+    headers_within=300,
+    body_within=300,
+    keep_alive=300,
+    stalled_within=300,
 )
+ASK = b"GET %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+
 # --- more connections than there is room for ---
 
 
@@ -106,6 +114,15 @@ def test_behind_a_proxy_the_bound_is_on_requests_under_way_of_the_address_that_i
         assert ask("/", "2001:db8::ffff") == 200
 
 
+def test_requests_of_one_address_wait_for_their_turn_and_those_of_others_do_not():
+    limits = replace(PATIENT, requests_per_s=10, per_address=100)
+    with serving(App(), limits) as port, contextlib.closing(connect(port)) as one:
+        began = time.monotonic()
+        one.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 29 + ASK % b"/")
+        assert get(port) == (200, b"hello") and time.monotonic() - began < 1
+        assert read_all(one) and time.monotonic() - began > 0.9, "30 requests: 20 at once, and one every 0.1 s"
+
+
 def test_when_all_are_busy_a_newcomer_is_answered_and_later_served():
     app, limits = App(), replace(PATIENT, connections=8)
     with serving(app, limits) as port, ThreadPoolExecutor(8) as pool:
@@ -144,9 +161,6 @@ def test_a_slow_body_gives_way_to_a_newcomer():
         held = [stack.enter_context(contextlib.closing(connect(port, start))) for _ in range(8)]
         assert get(port) == (200, b"hello")
         wait_until(lambda: any(is_closed(one, 0.05) for one in held))
-
-
-ASK = b"GET %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 
 
 @pytest.mark.parametrize("path", [b"/parts", b"/big"])

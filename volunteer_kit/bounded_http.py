@@ -31,6 +31,7 @@ LOOPBACK = frozenset({"127.0.0.1", "::1"})
 OTHER_FILES = 256  # descriptors for a database, logs, and connections to the Hub
 QUEUE = 2048  # connections that the kernel holds until they are accepted
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+BURST = 2.0  # s of an address's pace that it may use at once
 SLICE = 4096  # bytes that the parser gets at once
 PAUSE = 0.1  # s without accepting, when the machine has no descriptor left
 _KEY = "volunteer_kit.connection"  # where a request's scope has its connection
@@ -44,6 +45,7 @@ class HttpLimits:
 
     :param connections: in total; fewer where the machine allows fewer open files
     :param per_address: connections, and requests under way, of one address (of IPv6, of one /64)
+    :param requests_per_s: of one address; after a burst of two seconds' worth, its requests wait for their turn
     :param headers_within: from accept to complete headers, with the TLS handshake; each byte does not begin it anew
     :param body_within: from complete headers to the complete body
     :param keep_alive: that a connection is idle after an answer; its next headers then have `headers_within`
@@ -54,6 +56,7 @@ class HttpLimits:
 
     connections: int = 2000
     per_address: int = 200
+    requests_per_s: float = 100.0
     headers_within: float = 10.0
     body_within: float = 20.0
     keep_alive: float = 15.0
@@ -158,6 +161,7 @@ class Gate:
         self._waiting: dict[Connection, None] = {}  # the one that waits longest is first
         self._unsent: dict[Connection, None] = {}  # with an answer that has not been read
         self._under_way: Counter[str] = Counter()  # requests, by the household that asks
+        self._due: dict[str, float] = {}  # monotonic s, when a household would be done if it kept its pace
         self._sweeping: asyncio.TimerHandle | None = None
 
     def admit(self, accepted: socket.socket, address: str, speak: Speak, tls: ssl.SSLContext | None = None) -> None:
@@ -255,6 +259,7 @@ class Gate:
         for connection in list(self._waiting):
             if connection not in self._unsent and now > connection.deadline:
                 connection.abort()
+        self._due = {home: due for home, due in self._due.items() if due > now}
         self._sweeping = None
         if self._all:
             shortest = min(limits.headers_within, limits.body_within, limits.keep_alive, limits.stalled_within)
@@ -267,20 +272,29 @@ class Gate:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request = _Request(self, scope["state"].pop(_KEY), scope)
-        home = household(scope["client"][0]) if scope["client"] and scope["client"][0] not in self._proxies else ""
+        home = household(scope["client"][0] if scope["client"] else "")
         is_full = len(self._all) - len(self._waiting) > self.connections
-        if is_full or home and self._under_way[home] >= self.limits.per_address:
+        if is_full or self._under_way[home] >= self.limits.per_address:
             return await _too_many(request.sender(send))
         # Ranges help nobody here (the files are small), and parsing thousands of them was quadratic in old Starlettes.
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
         self._under_way[home] += 1
         try:
+            await self._turn(home)
             await self._app(scope, request.receiver(receive), request.sender(send))
         finally:
             request.is_answered()
             self._under_way[home] -= 1
             if not self._under_way[home]:
                 del self._under_way[home]
+
+    async def _turn(self, home: str) -> None:
+        """Wait until the address may ask again: the generic cell rate algorithm (ITU-T I.371)."""
+        now = time.monotonic()
+        due = max(now, self._due.get(home, now)) + 1 / self.limits.requests_per_s
+        self._due[home] = due
+        if (early := due - now - BURST) > 0:
+            await asyncio.sleep(early)
 
 
 class Connection(asyncio.Protocol):
