@@ -20,8 +20,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 
-from tests.local_authority import key
+from tests.local_authority import RUN, key
+from volunteer_kit.auth.access_token import KeyFolder
 from volunteer_kit.bounded_http import BoundedServer, HttpLimits
+from volunteer_kit.run_reader import RUN_FILES
 
 BIG = b"0123456789abcdef" * 2**20  # 16 MB, more than the kernel's buffers hold
 HALF = b"GET / HTTP/1.1\r\nHost: a\r\nX-Half: "
@@ -155,6 +157,15 @@ def established(port: int) -> int:
     """How many connections this process's server holds."""
     connections = psutil.Process().net_connections("tcp")
     return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in connections)
+
+
+def authority_run(folder: Path) -> tuple[Path, Path]:
+    """:returns: a run file with an authority, and its host's folder, which has the keys"""
+    public_key = KeyFolder(folder / "host" / "keys").create(RUN)
+    run = folder / "run.yaml"
+    about = f"{{url: 'http://127.0.0.1:8400', public_key: '{public_key}', users: [anna]}}"
+    run.write_text(f"{(RUN_FILES / 'demo.yaml').read_text()}\nauthority: {about}\n")
+    return run, folder / "host"
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:

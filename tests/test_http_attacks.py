@@ -14,12 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.bounded_server import HALF, connect, get
+from tests.bounded_server import HALF, authority_run, connect, get
 from tests.dashboard_server import dashboard
 from tests.fake_journal import hostile_journal
-from tests.local_authority import RUN
-from volunteer_kit.auth.access_token import KeyFolder
-from volunteer_kit.run_reader import RUN_FILES
 
 SERVE = "import sys; from volunteer_kit.authority_door import serve_authority; import functools; "
 SERVE += "serve_authority(sys.argv[1], folder=sys.argv[2], port=0, say=functools.partial(print, flush=True))"
@@ -29,11 +26,7 @@ WITHIN = 15  # s; an honest client is not refused for longer
 
 @contextlib.contextmanager
 def authority(folder: Path) -> Iterator[tuple[int, psutil.Process]]:
-    public_key = KeyFolder(folder / "host" / "keys").create(RUN)
-    run = folder / "run.yaml"
-    about = f"{{url: 'http://127.0.0.1:8400', public_key: '{public_key}', users: [anna]}}"
-    run.write_text(f"{(RUN_FILES / 'demo.yaml').read_text()}\nauthority: {about}\n")
-    command = [sys.executable, "-c", SERVE, str(run), str(folder / "host")]
+    command = [sys.executable, "-c", SERVE, *map(str, authority_run(folder))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield json.loads(process.stdout.readline())["ready"]["port"], psutil.Process(process.pid)

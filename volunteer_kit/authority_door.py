@@ -74,9 +74,10 @@ def serve_authority(
 
     try:
         app = create_app(settings, storage, keys)
-        serve(
-            app, host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, behind_proxy=behind_proxy, on_ready=ready
-        )  # fmt: skip
+        with storage.backed_up():
+            serve(
+                app, host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, behind_proxy=behind_proxy, on_ready=ready
+            )  # fmt: skip
     finally:
         storage.close()
 

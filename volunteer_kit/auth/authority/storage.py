@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, event, make_url, select, text
+from sqlalchemy import Connection, Engine, case, create_engine, event, make_url, select, text, update
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
+from volunteer_kit.auth.authority.backups import Backups, damaged, is_damage, require_private, require_whole
 from volunteer_kit.auth.authority.settings import AuthorityError
 from volunteer_kit.auth.authority.tables import SCHEMA, RunRow, Table
 
 PATIENCE = 5  # s that a statement waits for another's lock, or for a connection
+LOST_CHANGES = 1000  # of the ban list, at most, since the backup was made
 LOCK = 0x766B6175  # of PostgreSQL, while tables are made: two authorities may start at once
 
 
 class Storage:
-    """Raises AuthorityError where the database cannot be opened, or is of another run."""
+    """Raises AuthorityError where the database cannot be opened, is damaged, or is of another run."""
 
     def __init__(self, database: str | Path, run_id: str) -> None:
         """`database`: the path of a SQLite file, or postgresql://USER:PASSWORD@HOST/NAME"""
@@ -30,12 +33,21 @@ class Storage:
             self._engine.execution_options(writes=True) if self.is_sqlite else self._engine, expire_on_commit=False
         )
         where = self._engine.url.render_as_string(hide_password=True)
+        is_new = False
         try:
-            if self.is_sqlite and self._engine.url.database:
-                Path(self._engine.url.database).parent.mkdir(parents=True, exist_ok=True)
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                is_new = require_private(self.file)
+                if not is_new:
+                    require_whole(self.file)
             self._make_tables(run_id)
-        except (SQLAlchemyError, OSError) as error:
+        except AuthorityError:
             self.close()
+            raise
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            self.close()
+            if is_new:
+                self.file.unlink(missing_ok=True)  # an empty one is taken for a loss
             raise AuthorityError(
                 f"The authority's database {where} cannot be used ({_cause(error)}).\n"
                 "1. Look whether it is running, may be written to, and has room.\n"
@@ -51,6 +63,26 @@ class Storage:
     @property
     def is_sqlite(self) -> bool:
         return self._engine.dialect.name == "sqlite"
+
+    @property
+    def file(self) -> Path | None:
+        """Of SQLite."""
+        name = self._engine.url.database if self.is_sqlite else None
+        return Path(name) if name and name != ":memory:" else None
+
+    @contextlib.contextmanager
+    def backed_up(self) -> Iterator[None]:
+        """Copy the SQLite file now and then, while this lasts; see backups.py."""
+        with contextlib.nullcontext() if self.file is None else Backups(self.file).made_while(self._ban_version):
+            yield
+
+    def _ban_version(self) -> int:
+        with self.reading() as db:
+            return db.scalars(select(RunRow.ban_version)).one()
+
+    def explain(self, error: BaseException) -> str:
+        """What its host is told of an error of the database; "" if there is no more to say than the error itself."""
+        return str(damaged(self.file, str(error))) if self.file is not None and is_damage(error) else ""
 
     @property
     def run_id(self) -> str:
@@ -85,6 +117,15 @@ class Storage:
                     connection.execute(RunRow.__table__.insert().values(values))
                 elif row[0] > SCHEMA:
                     raise OSError("a newer volunteer-kit has written it")
+                if self.is_sqlite and connection.execute(text("PRAGMA user_version")).scalar():
+                    self._go_on_from_a_backup(connection)
+
+    @staticmethod
+    def _go_on_from_a_backup(connection: Connection) -> None:
+        """Peers know a later ban list than this one, and take greater versions only."""
+        newest = case((RunRow.ban_version > int(time.time()), RunRow.ban_version), else_=int(time.time()))
+        connection.execute(update(RunRow).values(ban_version=newest + LOST_CHANGES))
+        connection.execute(text("PRAGMA user_version=0"))
 
 
 def _engine(database: str) -> Engine:

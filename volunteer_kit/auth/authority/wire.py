@@ -156,6 +156,8 @@ async def _down(request: Request, trouble: Exception) -> Response:
     """The database or the disk. Its own words are for the host's log only."""
     cause = getattr(trouble, "orig", None) or trouble
     _log.error("%s %s failed: %s: %s", request.method, request.url.path, type(cause).__name__, _first_line(cause))
+    if advice := request.app.state.desk.storage.explain(cause):
+        _log.error("%s", advice)
     message = "The authority cannot get at its records just now.\n1. Try again in a minute; its host can see why."
     return _say(request, "down", message, retry_after=30)
 
