@@ -6,8 +6,10 @@ import gzip
 import json
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,7 +32,7 @@ HEADERS = {
 def make_app(board: Board) -> FastAPI:
     """The dashboard's application over a board."""
     app = FastAPI(title="volunteer-kit dashboard", docs_url=None, redoc_url=None, openapi_url=None)
-    printed = _Printed()
+    pages, states, samples = _Printed(_page), _Printed(_json), _Printed(_metrics)
 
     @app.middleware("http")
     async def secure(request: Request, call_next):
@@ -40,17 +42,15 @@ def make_app(board: Board) -> FastAPI:
 
     @app.api_route("/", methods=["GET", "HEAD"])
     def page(request: Request) -> Response:
-        edition = board.edition()
-        return _tagged(request, edition, lambda: printed.page(edition), "text/html; charset=utf-8")
+        return _tagged(request, board.edition(), pages, "text/html; charset=utf-8")
 
     @app.api_route("/api/state", methods=["GET", "HEAD"])
     def state(request: Request) -> Response:
-        edition = board.edition()
-        return _tagged(request, edition, lambda: _json(edition), "application/json")
+        return _tagged(request, board.edition(), states, "application/json")
 
     @app.api_route("/metrics", methods=["GET", "HEAD"])
     def metrics() -> Response:
-        return Response(exposition(board.state), media_type=CONTENT_TYPE_LATEST)
+        return Response(samples.of(board.edition()).plain, media_type=CONTENT_TYPE_LATEST)
 
     @app.api_route("/pictures/{number}-{time}.png", methods=["GET", "HEAD"])
     def picture(number: int, time: int) -> Response:
@@ -60,36 +60,56 @@ def make_app(board: Board) -> FastAPI:
         cached = {"Cache-Control": "public, max-age=86400, immutable"}
         return FileResponse(path, media_type="image/png", headers=cached)
 
+    @app.exception_handler(RequestValidationError)
+    async def unknown(request: Request, error: RequestValidationError) -> Response:
+        """FastAPI's own answer would repeat what was asked."""
+        return PlainTextResponse("There is no such picture.", 404)
+
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app
 
 
+class _Text(NamedTuple):
+    plain: bytes
+    compressed: bytes
+
+
 class _Printed:
-    """The page of the newest edition, so that each is rendered once."""
+    """The newest edition as text, made once for all who ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[Edition], bytes]) -> None:
+        self._make = make
         self._lock = threading.Lock()
-        self._tag, self._page = "", b""
+        self._tag, self._text = "", _Text(b"", b"")
 
-    def page(self, edition: Edition) -> bytes:
+    def of(self, edition: Edition) -> _Text:
         with self._lock:
             if self._tag != edition.tag:
-                html = render(edition.state, tag=edition.tag, problem=edition.problem, poll=POLL)
-                self._tag, self._page = edition.tag, html.encode()
-            return self._page
+                plain = self._make(edition)
+                self._tag, self._text = edition.tag, _Text(plain, gzip.compress(plain, 5))
+            return self._text
+
+
+def _page(edition: Edition) -> bytes:
+    return render(edition.state, tag=edition.tag, problem=edition.problem, poll=POLL).encode()
+
+
+def _metrics(edition: Edition) -> bytes:
+    return exposition(lambda: edition.state)
 
 
 def _json(edition: Edition) -> bytes:
     return json.dumps(edition.state, allow_nan=False, ensure_ascii=False).encode()
 
 
-def _tagged(request: Request, edition: Edition, body: Callable[[], bytes], media_type: str) -> Response:
+def _tagged(request: Request, edition: Edition, printed: _Printed, media_type: str) -> Response:
     """304 for those who have it already; compressed for those who can."""
     headers = {"ETag": f'W/"{edition.tag}"', "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
     if edition.tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    content = body()
+    text = printed.of(edition)
+    content = text.plain
     if "gzip" in request.headers.get("accept-encoding", ""):
-        content = gzip.compress(content, 5)
+        content = text.compressed
         headers["Content-Encoding"] = "gzip"
     return Response(content, headers=headers, media_type=media_type)
