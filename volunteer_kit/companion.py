@@ -36,7 +36,7 @@ class Companion:
         make_worker: Callable[..., Supervisor] = Supervisor,
     ):
         self._spec = WorkerSpec(
-            run=config.model_dump(mode="json") | {"captions": []},  # the volunteer's own worker draws
+            run=config.dumped_for_worker() | {"captions": []},  # the volunteer's own worker draws
             name="companion",
             host_maddrs=[f"{LOOPBACK}/{free_port()}"],  # kept over a restart: others know it
             client_mode=False,

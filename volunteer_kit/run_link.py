@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import requests
 import urllib3
 import yaml
 
+from volunteer_kit.data.addresses import (
+    ANY_ADDRESS,
+    AddressPolicy,
+    AddressRefused,
+    as_address,
+    host_and_port,
+    is_public,
+)
 from volunteer_kit.data.http_session import Session
 
 MAX_RUN_FILE = 256 * 1024  # bytes; a stranger wrote it
@@ -20,6 +30,17 @@ PATIENCE = 20.0  # s for all of it
 
 class LinkError(Exception):
     """Why the link gave no run file, in words."""
+
+
+class InsecureLink(LinkError):
+    """The link is http:// and leads to another machine."""
+
+
+class LinkedRun(NamedTuple):
+    """A run file from a link, and its server, if that is in this machine's own network: IP address and port."""
+
+    path: Path
+    endpoint: tuple[str, int] | None
 
 
 def is_like_a_run(path: Path) -> bool:
@@ -31,32 +52,50 @@ def is_like_a_run(path: Path) -> bool:
         return False
 
 
-def fetch_run_file(url: str, folder: Path, is_run: Callable[[Path], bool] = is_like_a_run) -> Path:
+def fetch_run_file(
+    url: str, folder: Path, is_run: Callable[[Path], bool] = is_like_a_run, *, allow_http: bool = False
+) -> LinkedRun:
     """The file behind an http(s) address, in `folder`; an earlier copy where the server does not answer, or gives
     something else. Redirects are not followed: the link should be the file's own.
 
     :param is_run: what takes the earlier copy's place must pass; without an earlier copy anything is given, so that
         its mistakes can be told
+    :param allow_http: also from another machine by http://, where anybody on the way can change the file
     Raises LinkError.
     """
     kept = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.yaml"
     try:
-        text = _get(url)
+        host, port = host_and_port(url)
+        is_open = url.lower().startswith("http://")
+        policy = AddressPolicy("loopback") if is_open and not allow_http else ANY_ADDRESS
+        text, connected = _get(url, policy)
+    except AddressRefused as refusal:
+        if "another machine" in str(refusal):
+            raise InsecureLink(f"{refusal}, and by http:// anybody on the way can change what it sends") from None
+        raise LinkError(str(refusal)) from None
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         if kept.is_file():
-            return kept
+            return LinkedRun(kept, _endpoint_named(host, port))
         raise LinkError(f"its server does not answer ({type(error).__name__})") from None
     try:
-        return _keep(text, kept, is_run)
+        path, is_new = _keep(text, kept, is_run)
     except OSError as error:
         raise LinkError(f"it cannot be kept in {folder} ({error.strerror or error})") from None
+    is_near = connected is not None and not is_public(ipaddress.ip_address(connected[0].partition("%")[0]))
+    return LinkedRun(path, connected if is_new and is_near else _endpoint_named(host, port))
 
 
-def _keep(text: bytes, kept: Path, is_run: Callable[[Path], bool]) -> Path:
-    """Raises LinkError for a web page without an earlier copy, OSError."""
+def _endpoint_named(host: str, port: int) -> tuple[str, int] | None:
+    """Of a link that names an address, or this machine; where a name leads is known once its server gave the file."""
+    address = ipaddress.ip_address("127.0.0.1") if host.rstrip(".").lower() == "localhost" else as_address(host)
+    return (str(address), port) if address is not None and not is_public(address) else None
+
+
+def _keep(text: bytes, kept: Path, is_run: Callable[[Path], bool]) -> tuple[Path, bool]:
+    """The file, and whether its content is `text`. Raises LinkError for a web page without an earlier copy, OSError."""
     had_one = kept.is_file()
     if had_one and kept.read_bytes() == text:
-        return kept
+        return kept, True
     if text.lstrip()[:1] == b"<" and not had_one:
         raise LinkError("it is a web page, not the file itself; on GitHub, take the link of the button Raw")
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -65,16 +104,18 @@ def _keep(text: bytes, kept: Path, is_run: Callable[[Path], bool]) -> Path:
         part.write_bytes(text)
         if is_run(part):
             os.replace(part, kept)
-        elif not had_one:
+            return kept, True
+        if not had_one:
             kept = kept.with_suffix(".refused.yaml")
             os.replace(part, kept)
-        return kept
+        return kept, False
     finally:
         part.unlink(missing_ok=True)
 
 
-def _get(url: str) -> bytes:
-    with Session() as session:
+def _get(url: str, addresses: AddressPolicy) -> tuple[bytes, tuple[str, int] | None]:
+    """The body, and the address and port that it came from, where no proxy stood between."""
+    with Session(addresses) as session:
         session.deadline = time.monotonic() + PATIENCE
         with session.get(url, stream=True, timeout=10, headers={"Accept-Encoding": "identity"}) as answer:
             if answer.status_code != 200:
@@ -85,4 +126,4 @@ def _get(url: str) -> bytes:
         raise LinkError(f"it has more than {MAX_RUN_FILE} bytes, so it is no run file")
     if announced.isdecimal() and len(text) < (size := int(announced[:9])):
         raise urllib3.exceptions.IncompleteRead(len(text), size - len(text))
-    return text
+    return text, session.connected

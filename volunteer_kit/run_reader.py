@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
+
+from volunteer_kit.run_origin import Origin
 
 KeyPath = tuple[str | int, ...]
 
@@ -69,20 +73,36 @@ def impossible(path: str | KeyPath, what: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("impossible", "{what}", {"what": what, "fix": fix, "path": list(keys)})
 
 
+class FoundRun(NamedTuple):
+    """A run file on this machine, and where it came from."""
+
+    path: Path
+    origin: Origin
+
+
 def find_run_file(name: str) -> Path:
     """The file that a name, a path or a Hub id means; downloads the Hub's. Raises RunError."""
-    if name.startswith(("https://", "http://")):
-        return _linked_run_file(name)
+    return find_run(name).path
+
+
+def find_run(name: str, *, allow_http: bool = False) -> FoundRun:
+    """As find_run_file, with where the file came from.
+
+    :param allow_http: read a link's file from another machine by http:// too
+    Raises RunError.
+    """
+    if re.match(r"https?://", name, re.IGNORECASE):
+        return _linked_run_file(name, allow_http)
     path = Path(name).expanduser()
     if path.is_file():
-        return path
+        return FoundRun(path, origin_of(path))
     if path.is_dir() and (path / "run.yaml").is_file():
-        return path / "run.yaml"
+        return FoundRun(path / "run.yaml", origin_of(path / "run.yaml"))
     shipped = RUN_FILES / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
-        return shipped
+        return FoundRun(shipped, Origin(kind="kit"))
     if name.startswith("hub:") or (name.count("/") == 1 and not name.endswith((".yaml", ".yml"))):
-        return _download_run_file(name.removeprefix("hub:"))
+        return FoundRun(_download_run_file(name.removeprefix("hub:")), Origin(kind="hub"))
     known = sorted(file.stem for file in RUN_FILES.glob("*.yaml"))
     near = difflib.get_close_matches(Path(name).stem, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -95,18 +115,55 @@ def find_run_file(name: str) -> Path:
     )
 
 
-def _linked_run_file(url: str) -> Path:
-    from volunteer_kit.run_link import LinkError, fetch_run_file
+def origin_of(path: Path) -> Origin:
+    """Of a file by where it lies: what the kit or the Hub's client keeps of links and repositories stays theirs, under
+    whatever path it is opened."""
+    places = {path.absolute(), path.resolve()}
+    if any(place.is_relative_to(RUN_FILES) for place in places):
+        return Origin(kind="kit")
+    if any(place.is_relative_to(folder) for place in places for folder in _link_folders()):
+        return Origin(kind="link")
+    if any(place.is_relative_to(folder) for place in places for folder in _hub_folders()):
+        return Origin(kind="hub")
+    return Origin(kind="file")
 
+
+def _link_folders() -> list[Path]:
+    """Where files of links are kept, the first one for new ones."""
     cache = os.environ.get("VOLUNTEER_KIT_HOME")
-    folder = (Path(cache) if cache else Path.home() / ".cache/volunteer_kit") / "run_files"
+    folders = [Path(cache) / "run_files"] if cache else []
+    with suppress(RuntimeError):  # a user without a home
+        folders.append(Path.home() / ".cache/volunteer_kit/run_files")
+    return [form for folder in folders for form in (folder.absolute(), folder.resolve())]
+
+
+def _hub_folders() -> list[Path]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE)
+    return [folder.absolute(), folder.resolve()]
+
+
+def _linked_run_file(url: str, allow_http: bool) -> FoundRun:
+    from volunteer_kit.run_link import InsecureLink, LinkError, fetch_run_file
+
     try:
-        return fetch_run_file(url, folder)
+        found = fetch_run_file(url, _link_folders()[0], allow_http=allow_http)
+    except InsecureLink as reason:
+        raise RunError(
+            f"The run behind {url[:300]} was not read: {reason}.\n"
+            "1. Ask the host for a link that begins with https://\n"
+            "2. In a network that you trust, as at home, allow it: volunteer-kit join --allow-http "
+            f"{shlex.quote(url[:300])}\n"
+            "   or join_swarm(..., allow_http=True)\n"
+            f"3. Or look at the file first, and give its path: curl -o run.yaml {shlex.quote(url[:300])}"
+        ) from None
     except LinkError as reason:
         raise RunError(
             f"The run behind {url[:300]} could not be read: {reason}.\n"
             "1. Open the link in a browser: it should show lines of `key: value`.\n2. Ask the host for the right one."
         ) from None
+    return FoundRun(found.path, Origin(kind="link", endpoint=found.endpoint))
 
 
 def _download_run_file(repository: str) -> Path:
@@ -119,8 +176,14 @@ def _download_run_file(repository: str) -> Path:
         RepositoryNotFoundError,
     )
 
+    from volunteer_kit.data.errors import DataError
+    from volunteer_kit.data.hub_client import require_size
+
     try:
+        require_size(repository, "run.yaml", None, MAX_RUN_FILE)
         return Path(hf_hub_download(repository, "run.yaml", etag_timeout=10))
+    except DataError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
     except LocalEntryNotFoundError:
         reason = _NO_HUB
     except EntryNotFoundError:
@@ -147,6 +210,8 @@ _NO_HUB = (
 def read_small(path: Path) -> str:
     """The text of a run file. Raises RunError: unreadable, no text, or too large to be one."""
     try:
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is not a regular file, so it is no run file.")
         if (size := path.stat().st_size) > MAX_RUN_FILE:
             raise RunError(f"{path} has {size} bytes; a run file at most {MAX_RUN_FILE}: is it that?")
         return path.read_text(encoding="utf-8")

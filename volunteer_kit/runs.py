@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.shards import expand_shards
@@ -25,7 +25,9 @@ from volunteer_kit.model.transformers_model import TransformersConfig, build_tra
 from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
 from volunteer_kit.run_guarantees import why_not_verified
 from volunteer_kit.run_optimizers import build_outer_optimizer
-from volunteer_kit.run_reader import RunError, RunText, explain, find_run_file, impossible, read_small, read_yaml
+from volunteer_kit.run_origin import Origin
+from volunteer_kit.run_reader import RunError, RunText, explain, find_run, impossible, origin_of, read_small, read_yaml
+from volunteer_kit.run_restrictions import foreign_mistakes, require_room, restricted
 from volunteer_kit.run_sections import AuthorityConfig, SwarmConfig, VerificationConfig
 from volunteer_kit.run_sizes import least_mbps
 from volunteer_kit.run_tokenizers import (
@@ -38,6 +40,8 @@ from volunteer_kit.run_tokenizers import (
 )
 
 PROTOCOL_VERSION = 4  # raise it when peers of two releases can no longer average with each other
+
+ORIGIN = "origin"  # the key of a run's origin in what one process of a machine gives to another
 
 Caption = Annotated[str, Field(min_length=3, max_length=200)]
 
@@ -62,6 +66,28 @@ class RunConfig(BaseModel):
     help_url: str = Field("", max_length=500, pattern=r"^(https://\S+)?$")  # where volunteers find the host
     initial_peers: tuple[str, ...] = ()  # multiaddrs; what may change during a run is this and
     authority: AuthorityConfig | None = None  # what stands around it: where the run is, not what it is
+    _origin: Origin = PrivateAttr(default_factory=Origin)  # no setting: a file cannot say it, and no dump holds it
+
+    def __eq__(self, other: object) -> bool:
+        """Whether their settings are equal, wherever each was read."""
+        return type(self) is type(other) and dict(self) == dict(other)  # type: ignore[call-overload]
+
+    __hash__ = None  # type: ignore[assignment]  # it holds lists
+
+    @property
+    def origin(self) -> Origin:
+        """Where the file came from, which decides what it may name on this machine."""
+        return self._origin
+
+    def with_origin(self, origin: Origin) -> RunConfig:
+        """The same run, with another origin."""
+        copy = self.model_copy()
+        copy._origin = origin
+        return copy
+
+    def dumped_for_worker(self) -> dict[str, Any]:
+        """For another process of this machine, whose load_run() takes it: with the origin."""
+        return {**self.model_dump(mode="json"), ORIGIN: self._origin.model_dump(mode="json")}
 
     @field_validator("model", mode="before")
     @classmethod
@@ -191,21 +217,34 @@ _AVERAGING_FIELDS = {
 }  # fmt: skip
 
 
-def load_run(source: str | Path | dict[str, Any]) -> RunConfig:
-    """A run by name ("demo"), by path of a YAML file, by Hub id ("org/name"), or dumped (a WorkerSpec's).
+def load_run(
+    source: str | Path | dict[str, Any], *, allow_http: bool = False, allow_private_data: bool = False
+) -> RunConfig:
+    """A run by name ("demo"), by path of a YAML file, by address, by Hub id ("org/name"), or dumped (a WorkerSpec's).
 
+    A run from a link or from the Hub reads its data from public addresses and the Hub only.
+
+    :param allow_http: read a link's file from another machine by http:// too
+    :param allow_private_data: let a run from a link read data from this machine's own network, too
     Raises RunError, whose message names file, line, reason and fix.
     """
     if isinstance(source, dict):
-        run = RunText("the run that this process was given", source)
+        values = dict(source)
+        origin = Origin.model_validate(values.pop(ORIGIN, {}))
+        run = RunText("the run that this process was given", values)
     else:
-        path = find_run_file(str(source))
+        path, origin = find_run(str(source), allow_http=allow_http)
         run = read_yaml(read_small(path), str(path))
-    return checked(run)
+    if allow_private_data:
+        origin = origin.model_copy(update={"allow_private_data": True})
+    return checked(run, origin)
 
 
-def checked(run: RunText) -> RunConfig:
-    """What a parsed file says. Raises RunError, with the lines of its mistakes."""
+def checked(run: RunText, origin: Origin | None = None) -> RunConfig:
+    """What a parsed file says. Raises RunError, with the lines of its mistakes.
+
+    :param origin: where the file came from; None: as the path says
+    """
     model = run.values.get("model")
     is_fine_tune = isinstance(model, dict) and bool({"transformers", "config"} & model.keys())
     kind = FineTuneConfig if is_fine_tune else RunConfig
@@ -213,6 +252,11 @@ def checked(run: RunText) -> RunConfig:
         config = kind.model_validate(run.values)
     except ValidationError as error:
         raise explain(error, run, kind) from None
+    config = config.with_origin(origin if origin is not None else origin_of(Path(run.source)))
+    if config.origin.is_foreign:
+        config = restricted(config)
+        if mistakes := foreign_mistakes(config):
+            raise run.error(mistakes)
     if not is_fine_tune and (mistakes := tokenizer_mistakes(config)):
         raise run.error(mistakes)
     return config
@@ -230,7 +274,8 @@ def with_data(config: RunConfig, shards: str | Sequence[str] | None) -> RunConfi
             "1. Leave --data out.\n2. Or choose a run that reads shards: --run emoji."
         )
     listed = shards if isinstance(shards, str) else list(shards)
-    return config.model_copy(update={"data": config.data.model_copy(update={"shards": listed})})
+    own = config.model_copy(update={"data": config.data.model_copy(update={"shards": listed})})
+    return own.with_origin(config.origin.model_copy(update={"own_data": True}))
 
 
 def require_data(config: RunConfig) -> None:
@@ -270,6 +315,7 @@ def require_ready(config: RunConfig, draws: bool = False, max_mbps: float | None
     if draws or needs_images(config):
         require_tokenizers(config)
     require_data(config)
+    require_room(config)
     if config.data.shards:
         expand_shards(config.data.shards)
 
@@ -315,6 +361,7 @@ def build_stream(
         image_tokenizer=image_identity(config.image_tokenizer),
         seed=config.seed,
         peer_seed=peer_seed,
+        addresses=config.origin.addresses,
     )
 
 

@@ -260,7 +260,7 @@ def _spec(
 ) -> WorkerSpec:  # fmt: skip
     """What the process that trains is told."""
     return WorkerSpec(
-        run=config.model_dump(mode="json"),
+        run=config.dumped_for_worker(),
         name=(name or (who.name if who else "") or f"volunteer-{secrets.token_hex(2)}")[:64],
         initial_peers=peers,
         identity_path=str(identity_path) if identity_path else None,

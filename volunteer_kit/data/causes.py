@@ -4,6 +4,7 @@ CAUSES: dict[str, str] = {
     # shards
     "missing_shard": "no such file or address",
     "unreachable_shard": "no connection, no permission, or a server that is too slow",
+    "refused_shard": "at an address that a run from a link may not name",
     "empty_shard": "a shard without files",
     "bad_shard": "not a shard of this kind, or damaged",
     "cut_shard": "a shard that ends too early; what came before is used",

@@ -12,6 +12,7 @@ from urllib.parse import urljoin
 import requests
 import urllib3
 
+from .addresses import AddressRefused
 from .hosts import HOSTS
 from .http_session import Session
 from .source import Limits, ShardError
@@ -28,6 +29,7 @@ HOPELESS = (
     requests.exceptions.MissingSchema,
     ValueError,  # requests' answer to a Location that is no address
 )
+REFUSED = "a run from a link reads from public addresses only"
 BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError)
 
 
@@ -39,7 +41,7 @@ class HttpBody(io.RawIOBase):
         self._url, self._limits = url, limits
         self._patience = give_up_at - time.monotonic()  # s for one read; training between two reads does not count
         self._give_up_at = give_up_at
-        self._session = Session()
+        self._session = Session(limits.addresses)
         self._response: requests.Response | None = None
         self._start, self._at, self._stop = start, start, stop  # first byte, next byte, byte after the last
         self._total: int | None = None  # bytes of the whole file, where the server says so
@@ -63,6 +65,9 @@ class HttpBody(io.RawIOBase):
                 data = self._receive(len(buffer) if left is None else min(len(buffer), left))
                 if not data:
                     self._end_of_answer()
+            except AddressRefused as error:
+                self._hang_up()
+                raise ShardError("refused_shard", f"{error}; {REFUSED}") from None
             except BROKEN as error:
                 self._pause(error)
                 continue

@@ -1,24 +1,38 @@
-"""A `requests` session for servers that nobody vouches for: every wait ends, and no redirect is followed unasked."""
+"""A `requests` session for servers of strangers: every wait ends, no redirect is followed unasked, and each connection
+goes to an address that the session's policy allows."""
 
 from __future__ import annotations
 
 import http.client
 import io
 import time
+from collections.abc import Callable
 from typing import Any
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
+from requests.utils import select_proxy
+
+from .addresses import ANY_ADDRESS, AddressPolicy
 
 
 class Session(requests.Session):
     """Until `deadline` (time.monotonic()) an answer may take, with its headers. The timeouts of requests begin anew
-    with every byte, so that a server that drips its headers, or endless "100 Continue", would hold us for ever."""
+    with every byte, so that a server that drips its headers, or endless "100 Continue", would hold us for ever.
 
-    def __init__(self) -> None:
+    :param addresses: which servers may be connected to. Raises AddressRefused, a ValueError, for another one. Through
+        a proxy of the environment, which makes the connection itself, the names are looked up and checked here first
+    :ivar connected: IP address and port of the last connection; None where a proxy made it
+    """
+
+    def __init__(self, addresses: AddressPolicy = ANY_ADDRESS) -> None:
         super().__init__()
         self.deadline = 0.0
+        self.addresses = addresses
+        self.connected: tuple[str, int] | None = None
+        if addresses.allows != "any":
+            self.auth = _no_login  # else requests sends what ~/.netrc has for a host that a stranger names
         adapter = _Adapter(self)
         self.mount("http://", adapter)
         self.mount("https://", adapter)
@@ -27,17 +41,37 @@ class Session(requests.Session):
         """No redirect is followed here: requests would first read its body, which may have no end, into memory."""
 
 
+def _no_login(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    return request
+
+
 class _Adapter(HTTPAdapter):
     def __init__(self, session: Session) -> None:
-        self._pools = _timed_pools(session)
+        self._session = session
+        self._pools = _checked_pools(session)
         super().__init__()
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs)
         self.poolmanager.pool_classes_by_scheme = self._pools
 
+    def proxy_manager_for(self, proxy: str, **kwargs: Any) -> Any:
+        manager = super().proxy_manager_for(proxy, **kwargs)
+        if not proxy.lower().startswith("socks"):
+            manager.pool_classes_by_scheme = self._pools
+        return manager
 
-def _timed_pools(session: Session) -> dict[str, type]:
+    def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
+        url = request.url or ""
+        proxies = kwargs.get("proxies") or (args[4] if len(args) > 4 else None)
+        if select_proxy(url, proxies):
+            self._session.addresses.check_through_proxy(url)
+        else:
+            self._session.addresses.check_url(url)
+        return super().send(request, *args, **kwargs)
+
+
+def _checked_pools(session: Session) -> dict[str, type]:
     class Response(http.client.HTTPResponse):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -46,8 +80,15 @@ def _timed_pools(session: Session) -> dict[str, type]:
     class Http(urllib3.connection.HTTPConnection):
         response_class = Response
 
+        def connect(self) -> None:
+            _connect(self, super().connect, session)
+
     class Https(urllib3.connection.HTTPSConnection):
         response_class = Response
+
+        def connect(self) -> None:
+            self.server_hostname = self.server_hostname or self.host  # of the certificate, while host is an address
+            _connect(self, super().connect, session)
 
     class HttpPool(urllib3.HTTPConnectionPool):
         ConnectionCls = Http
@@ -56,6 +97,39 @@ def _timed_pools(session: Session) -> dict[str, type]:
         ConnectionCls = Https
 
     return {"http": HttpPool, "https": HttpsPool}
+
+
+def _connect(connection: Any, connect: Callable[[], None], session: Session) -> None:
+    """Look the host's name up once, and connect to one of those addresses that the policy allows."""
+    session.connected = None
+    if connection.proxy is not None:  # the volunteer's own; what it is asked for has been checked
+        connect()
+        return
+    if session.addresses.allows == "any":
+        connect()
+    else:
+        _connect_to_allowed(connection, connect, session.addresses)
+    if connection.sock is not None:
+        session.connected = connection.sock.getpeername()[:2]
+
+
+def _connect_to_allowed(connection: Any, connect: Callable[[], None], addresses: AddressPolicy) -> None:
+    name = connection.host
+    try:
+        allowed = addresses.resolve(name, connection.port)
+    except OSError as error:
+        message = f"Failed to resolve {name!r} ({error})"
+        raise urllib3.exceptions.NewConnectionError(connection, message) from error
+    for address in allowed:
+        connection.host = address
+        try:
+            connect()
+            return
+        except (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ConnectTimeoutError):
+            if address == allowed[-1]:
+                raise
+        finally:
+            connection.host = name  # what is sent as Host
 
 
 class _Timed(io.RawIOBase):

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import requests
 
+from .addresses import AddressPolicy
 from .errors import DataError
 from .filters import accept
 from .hosts import hosts_of, wait_for_a_host
 from .http_body import READ_AHEAD, HttpBody
 from .http_session import Session
-from .hub_client import Place, find_place, list_parquet
+from .hub_client import Place, find_place, hub_addresses, list_parquet
 from .laion import decode_image
 from .parquet import Table
 from .settings import Columns, Filters
@@ -69,7 +70,7 @@ class HubSource:
         self.catalogue = f"hub/{self._repo}@{listing.commit}/{listing.subset}/{split}"
         self._tables: OrderedDict[str, Table] = OrderedDict()
         self._places: dict[str, tuple[Place, float]] = {}
-        self._connections = _Connections()
+        self._connections = _Connections(hub_addresses(limits.addresses))
         self._check_columns(give_up_at)
 
     def ranges(self, shard: str, give_up_at: float) -> Sequence[int]:
@@ -221,8 +222,8 @@ class _Body(HttpBody):
 class _Connections(Session):
     """One for all files of a source; the token goes to the Hub alone, not to the stores it sends us on to."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, addresses: AddressPolicy) -> None:
+        super().__init__(addresses)
         self.auth = _sign
 
     def close(self) -> None:

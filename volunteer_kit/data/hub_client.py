@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import yaml
+
+from .addresses import ANY_ADDRESS, AddressPolicy
 from .errors import DataError
 from .shards import MAX_SHARDS
 from .source import Limits, ShardError
@@ -19,6 +23,7 @@ T = TypeVar("T")
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 LAST_ATTEMPT = 5.0  # s for the one that is on its way when time is up
 MAX_WAIT = 300.0  # s that the Hub may ask for; it counts requests in windows of five minutes
+MAX_CARD = 4 * 2**20  # bytes of a data set's README.md or .huggingface.yaml
 CONVERTED = "refs/convert/parquet"  # the branch where the Hub keeps most data sets as parquet files
 
 
@@ -60,6 +65,7 @@ def _list(repo: str, revision: str, subset: str | None, split: str) -> Listing:
     api = HfApi()
     commit = api.dataset_info(repo, revision=revision or None, timeout=20).sha
     api.auth_check(repo, repo_type="dataset")  # what is gated can be seen by everybody, and read by few
+    _check_card(repo, commit)
     subset, files = _resolve(repo, commit, subset)
     if split not in files:
         raise DataError(f"The data set {repo} has no split {split!r}.\n1. Set `split` to one of: {_names(files)}.")
@@ -74,7 +80,7 @@ def _list(repo: str, revision: str, subset: str | None, split: str) -> Listing:
 
 
 def _resolve(repo: str, commit: str, subset: str | None) -> tuple[str, dict[str, list[str]]]:
-    """A subset's name, and the files of its splits, by `datasets`, which runs nobody's code (since version 4)."""
+    """A subset's name, and the files of its splits, by `datasets`, which runs no code of repositories (since 4.0)."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -93,13 +99,81 @@ def _resolve(repo: str, commit: str, subset: str | None) -> tuple[str, dict[str,
     except RuntimeError as error:
         if "scripts" not in str(error):
             raise
-        raise DataError(_no_tables(repo, "a program, and nobody's program is run here")) from None
+        raise DataError(_no_tables(repo, "a program, and programs of others are never run here")) from None
     except (datasets.exceptions.DataFilesNotFoundError, datasets.data_files.EmptyDatasetError):
         raise DataError(_no_tables(repo, "no data files")) from None
     kind = type(builder).__module__.rpartition(".")[2]
     if kind != "parquet" or not builder.config.data_files:
         raise DataError(_no_tables(repo, f"files of the kind {kind}"))
     return str(builder.config.name), {str(name): list(files) for name, files in builder.config.data_files.items()}
+
+
+def _check_card(repo: str, commit: str) -> None:
+    """A data set's card may say where its files are, and `datasets` would look at any place: folders of this machine,
+    servers of its network. Only files of the repository itself may be named. Raises DataError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    for name in ("README.md", ".huggingface.yaml"):
+        require_size(repo, name, commit, MAX_CARD, repo_type="dataset")
+        try:
+            path = hf_hub_download(repo, name, repo_type="dataset", revision=commit)
+        except EntryNotFoundError:
+            continue
+        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+        if name == "README.md":
+            _, _, rest = text.partition("---\n") if text.startswith("---\n") else ("", "", "")
+            text = rest.partition("\n---")[0]
+        try:
+            about = yaml.safe_load(text)
+        except (yaml.YAMLError, RecursionError, ValueError):
+            raise DataError(_no_tables(repo, f"a {name} that cannot be read")) from None
+        configs = about.get("configs") if isinstance(about, dict) else None
+        for place in _places_named(configs):
+            if re.search(r"^[/~\\]|:|(^|/)\.\.(/|$)", place):
+                raise DataError(_no_tables(repo, f"files at {place[:80]!r}, outside its repository"))
+
+
+def _places_named(value: Any, is_place: bool = False) -> Iterator[str]:
+    """All that a card's `configs` say under data_files and data_dir."""
+    if isinstance(value, str) and is_place:
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            is_split = is_place and key == "split"
+            yield from _places_named(inner, (is_place or key in ("data_files", "data_dir")) and not is_split)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _places_named(inner, is_place)
+
+
+def require_size(repo: str, name: str, revision: str | None, limit: int, repo_type: str = "model") -> None:
+    """Before a file of the Hub is downloaded: it has at most `limit` bytes. Says nothing about a file that is missing,
+    or while the Hub cannot be asked. Raises DataError."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        url = hf_hub_url(repo, name, repo_type=repo_type, revision=revision or None)
+        size = get_hf_file_metadata(url, timeout=10).size
+    except (HfHubHTTPError, OSError, ValueError):
+        return  # whoever downloads it says why it cannot be had
+    except Exception as error:
+        if not _is_network(error):
+            raise
+        return
+    if size is not None and size > limit:
+        raise DataError(
+            f"{name} of {repo} on the Hub has {size} bytes, and such a file needs at most {limit}.\n"
+            "1. Ask its owner whether it is the right one."
+        )
+
+
+def hub_addresses(allowed: AddressPolicy) -> AddressPolicy:
+    """Which servers the Hub may send us on to: any, where this machine uses a mirror of its own (HF_ENDPOINT)."""
+    from huggingface_hub import constants
+
+    return allowed if constants.ENDPOINT == "https://huggingface.co" else ANY_ADDRESS
 
 
 def find_place(repo: str, commit: str, shard: str, limits: Limits, give_up_at: float) -> Place:

@@ -18,6 +18,7 @@ import braceexpand
 from .errors import DataError
 from .hosts import HOSTS
 from .http_body import READ_AHEAD, HttpBody
+from .local_files import kind_of, list_files, open_regular
 from .source import Limits, ShardError
 
 MAX_SHARDS = 1_000_000  # a run file may not expand to more
@@ -31,7 +32,7 @@ def expand_shards(patterns: str | Sequence[str]) -> list[str]:
     """
     found: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        for name in _braces(pattern):
+        for name in each_name(pattern):
             found.extend(_places(name, pattern))
             if len(found) > MAX_SHARDS:
                 raise DataError(f"{pattern!r} stands for more than {MAX_SHARDS} shards: name fewer.")
@@ -44,7 +45,8 @@ def expand_shards(patterns: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _braces(pattern: str) -> Iterator[str]:
+def each_name(pattern: str) -> Iterator[str]:
+    """A pattern's names, its braces expanded; nothing is looked for. Raises DataError."""
     total = 1
     for low, high in re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern):
         total *= abs(int(high) - int(low)) + 1
@@ -67,9 +69,14 @@ def _places(name: str, pattern: str) -> list[str]:
         )
     path = Path(name).expanduser()
     if path.is_dir():
-        return sorted(map(str, path.glob("*.tar")))
+        return list_files(os.path.join(glob.escape(str(path)), "*.tar"))
     if glob.has_magic(name) and not path.exists():
-        return sorted(glob.glob(str(path), recursive=True))
+        return list_files(str(path))
+    if os.path.exists(path) and (kind := kind_of(path)) is not None:
+        raise DataError(
+            f"{str(path)!r} is {kind}, and a shard is a regular file.\n"
+            "1. Name the tar files themselves, or the folder that holds them: --data FOLDER"
+        )
     return [str(path)]
 
 
@@ -90,7 +97,7 @@ def open_shard(shard: str, limits: Limits, give_up_at: float, start: int = 0, st
         HOSTS.check(shard)
         return io.BufferedReader(HttpBody(shard, limits, give_up_at, start, stop), READ_AHEAD)
     try:
-        file = open(shard, "rb", buffering=READ_AHEAD)
+        file = open_regular(shard, READ_AHEAD)
         file.seek(start)
     except FileNotFoundError:
         raise ShardError("missing_shard", "no such file") from None

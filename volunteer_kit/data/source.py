@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .addresses import ANY_ADDRESS, AddressPolicy
+
 
 class SampleName(NamedTuple):
     """What anybody can fetch a sample by: the stream's epoch, the shard's number in the source's list, and the
@@ -82,9 +84,10 @@ class ShardError(Exception):
 
 
 class Limits(NamedTuple):
-    """What reading a shard may cost."""
+    """What reading a shard may cost, and where it may lie."""
 
     timeout: float = 10.0  # s without a byte from a server
     retries: int = 4  # new connections a shard, each goes on where the last one broke
     member_bytes: int = 32 * 2**20  # of one file in a shard
     shard_bytes: int = 16 * 2**30  # a stream without end stops here
+    addresses: AddressPolicy = ANY_ADDRESS  # which servers may be connected to

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from .addresses import ANY_ADDRESS, AddressPolicy
 from .cache import SampleCache
 from .codes import CodeSource
 from .errors import DataError
@@ -18,9 +20,17 @@ from .settings import DataConfig
 from .shards import expand_shards, is_address
 from .source import LeftOut, Limits, Record, Source
 
+FREE_SHARE = 4  # of the disk's free bytes, one in so many may be the cache's
+
 
 def open_source(
-    config: DataConfig, image_size: int, codes: int, num_codes: int, image_tokenizer: str, counts: Counter[str]
+    config: DataConfig,
+    image_size: int,
+    codes: int,
+    num_codes: int,
+    image_tokenizer: str,
+    counts: Counter[str],
+    addresses: AddressPolicy = ANY_ADDRESS,
 ) -> Source:
     """The source that section `data` names. Raises DataError."""
     if config.kind == "scenes":
@@ -28,7 +38,9 @@ def open_source(
     about = {
         "filters": config.filters,
         "columns": config.columns,
-        "limits": Limits(config.timeout, config.retries, int(config.max_member_mb * 2**20)),
+        "limits": Limits(
+            config.timeout, config.retries, int(config.max_member_mb * 2**20), addresses=addresses
+        ),
         "counts": counts,
     }
     if config.kind == "shards":
@@ -68,8 +80,18 @@ def open_caches(config: DataConfig, source: Source, image_tokenizer: str) -> lis
         about = [source.catalogue, image_tokenizer, config.filters, config.columns.model_dump()]
         name = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
         file = cache_folder(config) / f"samples-{name}.sqlite"
-        caches.append(SampleCache(file, int(config.disk_cache_mb * 1e6)))
+        caches.append(SampleCache(file, room_on_disk(file, int(config.disk_cache_mb * 1e6))))
     return caches
+
+
+def room_on_disk(file: Path, wanted: int) -> int:
+    """Bytes for a cache: what is wanted, but at most a quarter of what the disk has free with that file away."""
+    folder = next((folder for folder in file.parents if folder.is_dir()), Path("/"))
+    try:
+        has = file.stat().st_size if file.is_file() else 0
+        return min(wanted, (shutil.disk_usage(folder).free + has) // FREE_SHARE)
+    except OSError:
+        return wanted  # the cache says itself what is wrong with its place
 
 
 def cache_folder(config: DataConfig) -> Path:

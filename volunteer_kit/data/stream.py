@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .addresses import ANY_ADDRESS, AddressPolicy
 from .ahead import ReadAhead
 from .blocks import Cache
 from .encoding import EncodeImages, Encoder, Sample
@@ -54,13 +55,14 @@ def open_stream(
     image_tokenizer: str,
     seed: int,
     peer_seed: int,
+    addresses: AddressPolicy = ANY_ADDRESS,
 ) -> SampleStream:
     """The stream of a run's samples as one peer reads it. `image_size` is what `encode_images` takes,
     `image_tokenizer` the identity of who makes the codes, `image_seq_len` and `num_codes` how many of how many kinds
-    a sample has. Raises DataError if no shard is named or a data set cannot be listed; what cannot be read shows
-    with the first batch."""
+    a sample has, `addresses` which servers may be connected to. Raises DataError if no shard is named or a data set
+    cannot be listed; what cannot be read shows with the first batch."""
     counts: Counter[str] = Counter()
-    source = open_source(config, image_size, image_seq_len, num_codes, image_tokenizer, counts)
+    source = open_source(config, image_size, image_seq_len, num_codes, image_tokenizer, counts, addresses)
     encoder = Encoder(
         source,
         tokenizer,

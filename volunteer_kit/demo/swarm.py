@@ -149,7 +149,7 @@ class DemoSwarm:
         home = self._home(index)
         home.mkdir(parents=True)
         spec = WorkerSpec(
-            run=self.config.model_dump(mode="json") | {"captions": []},  # drawn once, at the end
+            run=self.config.dumped_for_worker() | {"captions": []},  # drawn once, at the end
             name=name,
             initial_peers=self._maddrs,
             host_maddrs=[LOOPBACK],

@@ -66,7 +66,7 @@ def fetch_checkpoint(
             "3. Or name a checkpoint that you have."
         )
     patience = timeout or config.swarm.load_state_timeout
-    wanted = Wanted(run=config.model_dump(mode="json"), initial_peers=peers, out=str(out), timeout=patience)
+    wanted = Wanted(run=config.dumped_for_worker(), initial_peers=peers, out=str(out), timeout=patience)
     return _read(wanted, patience + MARGIN, say)
 
 

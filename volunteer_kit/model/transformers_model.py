@@ -14,6 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from torch import nn
 
+from volunteer_kit.model.repository import Place, check_settings, look_through
+
 Quantization = Literal["4bit"]
 NEEDS = "Fine-tunes need transformers, peft and accelerate: pip install 'volunteer-kit[hf]'"
 
@@ -30,9 +32,9 @@ class LoraSettings(BaseModel):
 
 
 class TransformersConfig(BaseModel):
-    """A causal language model.
+    """A causal language model. Code of a repository's own is never run, and nothing is unpickled (repository.py).
 
-    :param transformers: a Hub id, `org/name` or `org/name@COMMIT`, or a folder: the weights that all begin with
+    :param transformers: a Hub id, `org/name` or `org/name@COMMIT`, or a folder, ./FOLDER: the weights all begin with
     :param config: instead: a model from nothing, `model_type` and the fields of its configuration
     :param lora: None: all of the model is trained
     :param max_length: words of a sample, at most; a sample of as many counts as one, a shorter one as its share
@@ -60,7 +62,7 @@ def build_transformers(
     :param weights: False: with adapters, the base has shapes only, on the device `meta`
     :param quantization: of the base, this machine's own choice: "4bit" is QLoRA's (Dettmers et al. 2023,
         arXiv:2305.14314); needs bitsandbytes and adapters
-    Raises ValueError, OSError (it cannot be had from the Hub), ImportError.
+    Raises ValueError, ModelRefused among them, OSError (it cannot be had from the Hub), ImportError.
     """
     if quantization and (config.lora is None or config.transformers is None):
         raise ValueError("A quantized model cannot be trained itself: give the run's model `transformers` and `lora`.")
@@ -94,28 +96,29 @@ def _about(config: TransformersConfig) -> Any:
     from transformers import AutoConfig
 
     if config.config is not None:
+        check_settings(config.config, "the run file's model")
         return AutoConfig.for_model(**config.config)
-    return AutoConfig.from_pretrained(**_at(config.transformers))
+    place = look_through(config.transformers, weights=False)
+    return AutoConfig.from_pretrained(**_named(place), trust_remote_code=False)
 
 
-def _at(name: str) -> dict[str, str]:
-    """Code of the repository's own is never run, and nothing is unpickled."""
-    repository, _, revision = name.partition("@")
-    return {"pretrained_model_name_or_path": repository} | ({"revision": revision} if revision else {})
+def _named(place: Place) -> dict[str, str]:
+    return {name: value for name, value in place._asdict().items() if value is not None}
 
 
 def _shapes(config: TransformersConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    about = _about(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(_about(config))
+        return AutoModelForCausalLM.from_config(about, trust_remote_code=False)
 
 
 def _base(config: TransformersConfig, quantization: Quantization | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     if config.config is not None:
-        return AutoModelForCausalLM.from_config(_about(config))
+        return AutoModelForCausalLM.from_config(_about(config), trust_remote_code=False)
     more: dict[str, Any] = {}
     if quantization:
         from transformers import BitsAndBytesConfig
@@ -127,7 +130,10 @@ def _base(config: TransformersConfig, quantization: Quantization | None) -> nn.M
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=compute,
         )
-    return AutoModelForCausalLM.from_pretrained(**_at(config.transformers), use_safetensors=True, **more)
+    place = look_through(config.transformers)
+    return AutoModelForCausalLM.from_pretrained(
+        **_named(place), trust_remote_code=False, use_safetensors=True, weights_only=True, **more
+    )
 
 
 def _with_adapters(base: nn.Module, lora: LoraSettings, seed: int, quantization: Quantization | None) -> nn.Module:
