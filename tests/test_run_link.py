@@ -62,15 +62,15 @@ def test_a_link_is_a_run_and_an_earlier_copy_does_while_its_server_is_down(serve
     dead = "http://127.0.0.1:9/run.yaml"
     with pytest.raises(LinkError, match="does not answer"):
         fetch_run_file(dead, tmp_path / "run_files")
-    monkeypatch.setattr("volunteer_kit.run_link._get", lambda url: (_ for _ in ()).throw(ConnectionError()))
+    monkeypatch.setattr("volunteer_kit.run_link._get", lambda url, addresses: (_ for _ in ()).throw(ConnectionError()))
     assert load_run(f"{server}/run.yaml") == load_run("demo") and kept.read_bytes() == DEMO
 
 
 @pytest.mark.parametrize("fault", ["cut", "reset", "portal", "page"])
 def test_what_is_not_the_whole_run_does_not_take_its_place(server, tmp_path, monkeypatch, fault):
-    kept = fetch_run_file(f"{server}/run.yaml", tmp_path)
+    kept = fetch_run_file(f"{server}/run.yaml", tmp_path).path
     monkeypatch.setitem(FAULTS, "/run.yaml", fault)
-    assert fetch_run_file(f"{server}/run.yaml", tmp_path) == kept
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path).path == kept
     assert kept.read_bytes() == DEMO and os.listdir(tmp_path) == [kept.name]
 
 
@@ -83,21 +83,21 @@ def test_what_breaks_off_is_told_where_there_is_no_earlier_copy(server, tmp_path
 
 
 def test_a_server_that_falls_silent_is_as_one_that_is_down(server, tmp_path, monkeypatch):
-    kept = fetch_run_file(f"{server}/run.yaml", tmp_path)
+    kept = fetch_run_file(f"{server}/run.yaml", tmp_path).path
 
-    def falls_silent(url: str) -> bytes:
+    def falls_silent(url: str, addresses: object) -> bytes:
         raise urllib3.exceptions.ReadTimeoutError(None, url, "timed out")
 
     monkeypatch.setattr("volunteer_kit.run_link._get", falls_silent)
-    assert fetch_run_file(f"{server}/run.yaml", tmp_path) == kept
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path).path == kept
 
 
 def test_a_newer_file_takes_the_place_of_an_older_one(server, tmp_path, monkeypatch):
-    kept = fetch_run_file(f"{server}/run.yaml", tmp_path)
+    kept = fetch_run_file(f"{server}/run.yaml", tmp_path).path
     monkeypatch.setitem(PAGES, "/run.yaml", (200, DEMO + b"# newer\n"))
-    assert fetch_run_file(f"{server}/run.yaml", tmp_path) == kept and kept.read_bytes().endswith(b"# newer\n")
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path).path == kept and kept.read_bytes().endswith(b"# newer\n")
     monkeypatch.setitem(PAGES, "/run.yaml", (200, b"run_id: broken\n"))
-    assert fetch_run_file(f"{server}/run.yaml", tmp_path, is_run=lambda path: False) == kept
+    assert fetch_run_file(f"{server}/run.yaml", tmp_path, is_run=lambda path: False).path == kept
     assert kept.read_bytes().endswith(b"# newer\n")
 
 

@@ -25,7 +25,9 @@ app = typer.Typer(
 MESSAGE = 20_000  # characters of one
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
-Run = Annotated[str, typer.Argument(help="A run's name (demo, emoji), the path of its YAML file, or org/name.")]
+Run = Annotated[
+    str, typer.Argument(help="A run's name (demo, emoji), its link, the path of its YAML file, or org/name.")
+]
 Data = Annotated[
     list[str] | None,
     typer.Option("--data", help="Shards of a run that reads shards: path, pattern or URL; may be repeated."),
@@ -124,6 +126,14 @@ def join(
     run: Run,
     initial_peers: Peers = None,
     data: Data = None,
+    allow_private_data: Annotated[
+        bool,
+        typer.Option("--allow-private-data", help="A run from a link may read data from your own network, too."),
+    ] = False,
+    allow_http: Annotated[
+        bool,
+        typer.Option("--allow-http", help="Read a run from another machine by http://, which others can change."),
+    ] = False,
     accept_terms: Annotated[
         bool,
         typer.Option("--accept-terms", "--yes", "-y", help="You know the terms; they are shown all the same."),
@@ -170,6 +180,8 @@ def join(
         name=name,
         hide_name=hide_name,
         data=_one_or_many(data),
+        allow_private_data=allow_private_data,
+        allow_http=allow_http,
         initial_peers=listed(initial_peers),
         accept_terms=accept_terms,
         batch_size=batch_size,

@@ -44,6 +44,7 @@ def swarm_trainer(
     dht: Mapping[str, Any] | None = None,
     name: str | None = None,
     hf_token: str | None = None,
+    allow_http: bool = False,
     **kwargs: Any,
 ) -> Trainer:
     """A Trainer that takes part in `run` while train() runs.
@@ -55,10 +56,11 @@ def swarm_trainer(
     :param dht: arguments of hivemind.DHT, as in hivemind_config; initial_peers are added to the run's
     :param name: shown to the others; None: the account's
     :param hf_token: of the Hub, where the run has an authority; None: the one of `hf auth login`
+    :param allow_http: read a run from another machine by http://, where anybody on the way can change it
     :param kwargs: for the Trainer
     Raises RunError, SwarmError; OSError where the base cannot be had.
     """
-    config = run if isinstance(run, RunConfig) else _load_run(run)
+    config = run if isinstance(run, RunConfig) else _load_run(run, allow_http=allow_http)
     if not isinstance(config, FineTuneConfig):
         raise RunError(
             f"The run {config.run_id!r} trains a text-to-image model, and no Trainer.\n"

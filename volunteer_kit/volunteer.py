@@ -59,6 +59,8 @@ def join_swarm(
     name: str | None = None,
     hide_name: bool = False,
     data: str | Sequence[str] | None = None,
+    allow_private_data: bool = False,
+    allow_http: bool = False,
     initial_peers: str | Sequence[str] = (),
     accept_terms: bool = False,
     batch_size: int | None = None,
@@ -84,7 +86,10 @@ def join_swarm(
     :param name: what others see beside your numbers; None: your name on the Hub
     :param hide_name: be "a volunteer", without a name, on the run's public page; your numbers stay. It holds for all
         that you gave and give to this run, until you take part without it
-    :param data: shards, for runs that read shards: paths, pattern or addresses
+    :param data: shards, for runs that read shards: your own paths, pattern or addresses, which a run from a link cannot
+        name
+    :param allow_private_data: let a run from a link read data from your own network, too
+    :param allow_http: read a run from another machine by http://, where anybody on the way can change it
     :param initial_peers: addresses of peers, if the run's file names none
     :param accept_terms: you know the terms that are shown first (for machines where nobody can press a button)
     :param batch_size: samples at once; None: measured
@@ -105,7 +110,8 @@ def join_swarm(
             peers = _listed("--initial-peers", initial_peers, "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID")
             host_maddrs = _listed("--host-maddrs", host_maddrs, "/ip4/0.0.0.0/tcp/PORT")
             announce_maddrs = _listed("--announce-maddrs", announce_maddrs, "/ip4/PUBLIC.IP/tcp/PORT")
-            config, peers = _read(run, data, peers, new_swarm, max_mbps)
+            allowed = {"allow_http": allow_http, "allow_private_data": allow_private_data}
+            config, peers = _read(run, data, peers, new_swarm, max_mbps, **allowed)
             house = Home(home, config.run_id, config.fingerprint)
             is_ours = _lock(house)
         if not is_ours:
@@ -166,11 +172,14 @@ def _listed(option: str, given: str | Sequence[str], form: str) -> list[str]:
     return listed
 
 
-def _read(run: str | Path, data: str | Sequence[str] | None, peers: list[str], new_swarm: bool, max_mbps: float | None):
+def _read(
+    run: str | Path, data: str | Sequence[str] | None, peers: list[str], new_swarm: bool, max_mbps: float | None,
+    **allowed: bool,
+):  # fmt: skip
     """The run, and whom to ask first. Raises RunError or DataError."""
     from volunteer_kit.runs import load_run, require_ready, with_data  # brings torch, which takes seconds
 
-    config = with_data(load_run(run), data)
+    config = with_data(load_run(run, **allowed), data)
     require_ready(config, max_mbps=max_mbps)
     peers = peers or [*config.initial_peers]
     if not peers and not new_swarm and config.run_id != "demo":
@@ -222,6 +231,7 @@ def _login(authority) -> Login | None:
 
 def _welcome(surface: Surface, config, run: str | Path, token: str | None, **caps: float | None) -> Identity | None:
     """Terms and login, one screen. :returns: who it is; None where nobody asks."""
+    from volunteer_kit.run_data import data_words
     from volunteer_kit.run_sizes import state_bytes, step_bytes
 
     authority, login = config.authority, _login(config.authority)
@@ -234,6 +244,7 @@ def _welcome(surface: Surface, config, run: str | Path, token: str | None, **cap
         help_url=config.help_url,
         download_bytes=state_bytes(config),
         step_bytes=step_bytes(config),
+        data=data_words(config),
         checked_by=urlsplit(authority.url).hostname or "" if authority else "",
         **caps,
     )

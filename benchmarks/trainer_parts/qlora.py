@@ -14,7 +14,7 @@ quantized = BitsAndBytesConfig(
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=torch.float32,
 )
-base = LlamaForCausalLM.from_pretrained("base", quantization_config=quantized)
+base = LlamaForCausalLM.from_pretrained("base", quantization_config=quantized, trust_remote_code=False)
 adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 model = get_peft_model(prepare_model_for_kbit_training(base), adapters)
 trainer = SwarmTrainer(

@@ -137,6 +137,7 @@ class HttpBody(io.RawIOBase):
     def _get(self, headers: dict[str, str]) -> requests.Response:
         url = self._url
         for _ in range(1 + MAX_REDIRECTS):
+            self._limits.addresses.check_url(url)  # as it is written; requests changes it, a port 0 for instance
             timeout = max(0.2, min(self._limits.timeout, self._give_up_at - time.monotonic()))
             self._session.deadline = time.monotonic() + SLOW_AFTER * timeout
             response = self._session.get(url, headers=headers, stream=True, timeout=timeout)

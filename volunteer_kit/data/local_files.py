@@ -100,12 +100,19 @@ def _matches(folder: str, parts: tuple[str, ...], budget: _Budget) -> Iterator[s
 
 def _entries(folder: str, budget: _Budget) -> Iterator[os.DirEntry[str]]:
     try:
-        with os.scandir(folder or ".") as entries:
-            for entry in entries:
-                budget.spend()
-                yield entry
+        entries = os.scandir(folder or ".")
     except OSError:  # not a folder, or not ours to read
         return
+    with entries:
+        while True:
+            try:
+                entry = next(entries, None)
+            except OSError:  # it has gone meanwhile
+                return
+            if entry is None:
+                return
+            budget.spend()
+            yield entry
 
 
 def _is_real_folder(entry: os.DirEntry[str]) -> bool:

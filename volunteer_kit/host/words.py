@@ -26,12 +26,16 @@ def welcome(
     :param down: parts that do not start, and are tried again now and then
     """
     link = f"{url}/run.yaml"
+    parts = urlsplit(url)
+    is_open = parts.scheme == "http" and not is_loopback(parts.hostname or "")  # readable and changeable on the way
     lines = [f"The run {run_id} is up.", "", "For volunteers, any of these:"]
     if not draws:
         lines[-1] = "For members, with data of their own:"
-        lines += ["  from volunteer_kit import swarm_trainer", f'  swarm_trainer("{link}", train_dataset=...).train()']
+        lines.append("  from volunteer_kit import swarm_trainer")
+        lines.append(f'  swarm_trainer("{link}", train_dataset=...{", allow_http=True" * is_open}).train()')
     else:
-        lines += [f'  notebook   join_swarm("{link}")', f"  terminal   volunteer-kit join {link}"]
+        lines.append(f'  notebook   join_swarm("{link}"{", allow_http=True" * is_open})')
+        lines.append(f"  terminal   volunteer-kit join {'--allow-http ' * is_open}{link}")
     if settings.repository and draws:
         page = f"https://colab.research.google.com/github/{settings.repository}/blob/main/notebooks/join.ipynb"
         lines.append(f'  Colab      {page}   with RUN = "{link}"')

@@ -1,4 +1,4 @@
-"""What a volunteer is told before anything runs, and what the platform that he sits on allows."""
+"""What a volunteer reads before anything runs, and what the owner of the platform allows."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class Terms:
     download_bytes: float | None = None  # of the model and its statistics, once
     step_bytes: float | None = None  # of one global step, up and down together
     checked_by: str = ""  # who sees the login besides the Hub, say the authority's host name
+    data: str = ""  # where the training data come from, a sentence or two
     run: str = ""  # as the person gave it: a name, a path, a link or org/name
     platform: Platform = field(default_factory=detect_platform)
 
@@ -83,6 +84,7 @@ class Terms:
         """(heading, text) in the order to read."""
         return [
             ("What runs", self._runs()),
+            *([("Where the data come from", plain(self.data, 600))] if self.data else []),
             ("What leaves this machine", self._leaves()),
             ("What it costs", self._costs()),
             ("Limits", self._limits()),
@@ -94,7 +96,7 @@ class Terms:
         about = plain(self.description).rstrip(".")
         return (f"{about}. " if about else "") + (
             "A program on this machine trains a part of the model, together with other volunteers. "
-            "It reads public training data only, and writes to its own cache folder."
+            "It writes to its own cache folder only."
         )
 
     def _leaves(self) -> str:
