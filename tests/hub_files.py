@@ -89,7 +89,7 @@ def _refs(repo: Repo) -> dict[str, Any]:
 
 
 def _about(name: str, repo: Repo) -> dict[str, Any]:
-    files = [{"rfilename": file} for file in repo.files]
+    files = [{"rfilename": file, "size": repo.size(file)} for file in repo.files]
     return {"_id": repo.commit[:24], "id": name, "sha": repo.commit, "private": repo.private, "siblings": files} | {
         "gated": "manual" if repo.gated else False, "disabled": False, "downloads": 0, "likes": 0, "tags": [],
     }  # fmt: skip

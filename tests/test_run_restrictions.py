@@ -355,7 +355,7 @@ def test_a_link_by_http_is_read_from_another_machine_once_it_is_allowed(tmp_path
         threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True).start()
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
         monkeypatch.setenv("no_proxy", "")
-        url = "http://192.0.2.1/run.yaml"
+        url = "http://93.184.216.34/run.yaml"
         with pytest.raises(RunError, match="--allow-http"):
             load_run(url)
         assert asked == []
