@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import pickle
@@ -266,6 +267,7 @@ def test_a_data_sets_card_names_files_of_its_repository_only(tmp_path):
 # --- the package itself ---
 
 
+@functools.cache
 def calls(path: Path) -> list[ast.Call]:
     if path.suffix == ".ipynb":
         cells = json.loads(path.read_text())["cells"]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 PAD = 0
+MAX_FILE = 128 * 2**20  # bytes of a tokenizer.json; the largest known have some 35 MB
 MAX_CAPTION = 4000  # characters; what comes after never fits a model's text length
 LONGEST_REMEMBERED = 32  # characters of a word whose tokens are kept
 
@@ -136,6 +137,9 @@ def _fetch(name: str) -> Path:
         return Path(hf_hub_download(**where, local_files_only=True))
     except (OSError, ValueError):
         pass  # not in the cache yet
+    from .hub_client import require_size
+
+    require_size(repo, "tokenizer.json", revision, MAX_FILE)
     try:
         return Path(hf_hub_download(**where, etag_timeout=10))
     except Exception as error:  # huggingface_hub, its HTTP client and the file system each have their own
@@ -153,6 +157,8 @@ def _read(name: str, path: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
     try:
+        if not path.is_file():  # a FIFO would be waited for
+            raise FileNotFoundError("there is no such file")
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust binding raises plain Exception
         raise DataError(
