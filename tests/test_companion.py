@@ -48,7 +48,7 @@ def make_companion(tmp_path, monkeypatch):
 
     def build(worker=Supervisor, **life) -> Companion:
         run = {"companions": str(tmp_path / "companions"), **life}
-        config = SimpleNamespace(model_dump=lambda mode: run, optimizer=SimpleNamespace(total_epochs=None))
+        config = SimpleNamespace(dumped_for_worker=lambda: run, optimizer=SimpleNamespace(total_epochs=None))
         made.append(
             Companion(config, Home(tmp_path / "other"), make_worker=partial(worker, module="stand_in_companion"))
         )

@@ -234,7 +234,8 @@ def load_run(
         run = RunText("the run that this process was given", values)
     else:
         path, origin = find_run(str(source), allow_http=allow_http)
-        run = read_yaml(read_small(path), str(path))
+        is_link = origin.kind == "link" and "://" in str(source)
+        run = read_yaml(read_small(path), str(source)[:300] if is_link else str(path))
     if allow_private_data:
         origin = origin.model_copy(update={"allow_private_data": True})
     return checked(run, origin)
