@@ -383,7 +383,7 @@ def test_what_is_no_table(stage: Stage):
     assert "files of the kind json" in (said := stage.ask(look, "org/lines"))
     assert "dataset: org/lines@refs/convert/parquet" in said and "kind: shards" in said
     assert "no data files" in stage.ask(look, "org/empty")
-    assert "nobody's program is run here" in stage.ask(look, "org/program")
+    assert "programs of others are never run here" in stage.ask(look, "org/program")
 
 
 def test_a_card_that_points_elsewhere(stage: Stage, tmp_path):

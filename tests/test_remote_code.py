@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from tests.hub import Hub
-from tests.test_finetune import TINY
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.hub_client import list_parquet
 from volunteer_kit.model import transformers_model
@@ -27,6 +26,10 @@ from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import load_run
 
 ROOT = Path(__file__).parents[1]
+TINY = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 CODE = """\
 import os, pathlib
 pathlib.Path(os.environ["MARKER"]).write_text("code of others was run")
