@@ -83,7 +83,8 @@ def nobody_comes(optimizer, monkeypatch, swarm_epoch: int | None = None, control
 
 def come_to(optimizer, monkeypatch, swarm_epoch: int | None = None, control=GIVEN_UP, num_peers: int = 3) -> None:
     """The end of an epoch."""
-    monkeypatch.setattr(optimizer, "_look_at", 0.0)
+    monkeypatch.setattr(optimizer, "_next_comparison", 0.0)
+    monkeypatch.setattr(optimizer, "_next_begun_lookup", 0.0)
     monkeypatch.setattr(optimizer.tracker.global_progress, "num_peers", num_peers)
     epoch = optimizer.local_epoch
     optimizer._report = {

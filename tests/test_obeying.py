@@ -11,6 +11,7 @@ import torch
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
+from tests.lone_optimizer import nobody_comes
 from volunteer_kit.auth.keys import Trust
 from volunteer_kit.optim.lamb import Lamb
 from volunteer_kit.swarm.acceptance import StateTrust
@@ -26,6 +27,7 @@ from volunteer_kit.swarm.agreement import (
     whom_to_follow,
 )
 from volunteer_kit.swarm.manifest import Order
+from volunteer_kit.swarm.missed_rounds import UNDER_WAY
 from volunteer_kit.swarm.obeying import lineage_after
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.state import digest
@@ -139,7 +141,7 @@ def test_an_order_is_obeyed_once_and_the_epoch_goes_on(optimizer, keys):
     statements, now = optimizer.statements, get_dht_time()
     order = Order(KEY, 1, optimizer.local_epoch + 8, now, statements.expiry("rollback", now), manifest)
     assert statements.publish(keys.signer("monitor").sign, order)
-    deadline, optimizer._look_at = time.monotonic() + 20, 0.0
+    deadline, optimizer._next_order_lookup = time.monotonic() + 20, 0.0
     while not optimizer.obey_orders():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -172,3 +174,36 @@ def test_an_order_without_its_state_is_not_obeyed_yet(optimizer, keys):
     assert not optimizer.obey(order, timeout=1.0)
     assert digest(optimizer.training_state()) == before and optimizer.state_averager.obeyed == 1
     train(optimizer, 1)
+
+
+def test_a_missed_round_is_asked_for_and_orders_are_looked_for_meanwhile(optimizer, keys, monkeypatch):
+    """Both shared one timer once, and the lookups of orders left the recovery no turn."""
+    train(optimizer, 1)
+    manifest, statements = sign_state(optimizer, keys), optimizer.statements
+    asked: list[float] = []
+
+    def others_answer(told, donors, patience):
+        asked.append(time.monotonic())
+        return UNDER_WAY
+
+    monkeypatch.setattr(optimizer.grad_averager, "make_up_for", others_answer)
+    nobody_comes(optimizer, monkeypatch)
+    optimizer.step(batch_size=8)
+    assert asked, "the round that nobody came to is asked for at once"
+    asked.clear()
+
+    def step_until(reached) -> None:
+        deadline = time.monotonic() + 60
+        while not reached():
+            assert optimizer.step(batch_size=8)
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    step_until(lambda: len(asked) >= 3)
+    now, sequence = get_dht_time(), statements.next_sequence("rollback")
+    order = Order(KEY, sequence, optimizer.local_epoch + 8, now, statements.expiry("rollback", now), manifest)
+    assert statements.publish(keys.signer("monitor").sign, order)
+    asked.clear()
+    step_until(lambda: optimizer.state_averager.obeyed == order.sequence)
+    assert optimizer.local_epoch == order.resume_epoch
+    assert asked, "while orders are looked for"

@@ -114,7 +114,7 @@ def test_whose_round_has_begun_without_it_waits_no_more(optimizer, monkeypatch, 
     monkeypatch.setattr(type(averager), "without_group", 0.0)
     monkeypatch.setattr(averager, "has_begun", lambda told, donors: begun and told == averager.told)
     monkeypatch.setattr(optimizer, "_will_others_come", lambda waited: True)
-    monkeypatch.setattr(optimizer, "_look_at", 0.0)
+    monkeypatch.setattr(optimizer, "_next_begun_lookup", 0.0)
     averager.told = optimizer.state_averager.told
     control = LookingFor(answers_after=4)
     if begun:
@@ -178,11 +178,11 @@ def test_while_the_others_round_is_under_way_no_other_is_begun(optimizer, monkey
     has_round += [UNDER_WAY]
     assert not optimizer._try_again() and optimizer._round_under_way is not None
     has_round += [UNDER_WAY]
-    monkeypatch.setattr(optimizer, "_look_at", 0.0)
+    monkeypatch.setattr(optimizer, "_next_recovery", 0.0)
     optimizer._look_after_round_under_way()
     assert optimizer._round_under_way is not None and optimizer.local_epoch == epoch
     has_round += [b"round"]
-    monkeypatch.setattr(optimizer, "_look_at", 0.0)
+    monkeypatch.setattr(optimizer, "_next_recovery", 0.0)
     optimizer._look_after_round_under_way()
     assert optimizer._round_under_way is None and optimizer.local_epoch == epoch + 1
     assert optimizer.grad_averager.local_samples_accumulated == 16

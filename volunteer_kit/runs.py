@@ -184,6 +184,8 @@ class FineTuneConfig(RunConfig):
     """A run that fine-tunes a model of transformers. Its data are each peer's own, and its door is Python's:
     finetune.swarm_trainer. Authority, monitor and dashboard serve it as they serve the others."""
 
+    # Overrides: captions, image_tokenizer, text_tokenizer
+
     model: TransformersConfig
     image_tokenizer: None = None
     text_tokenizer: None = None

@@ -35,13 +35,24 @@ BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, OSError, Valu
 
 class HttpBody(io.RawIOBase):
     """The bytes [start, stop) behind a URL, fewer where it ends before. A connection that breaks is opened again where
-    it broke, with growing pauses. Raises ShardError, when it is read."""
+    it broke, with growing pauses. Raises ShardError, when it is read.
 
-    def __init__(self, url: str, limits: Limits, give_up_at: float, start: int = 0, stop: int | None = None) -> None:
+    :param session: connections that are used again; None: one of its own
+    """
+
+    def __init__(
+        self,
+        url: str,
+        limits: Limits,
+        give_up_at: float,
+        start: int = 0,
+        stop: int | None = None,
+        session: Session | None = None,
+    ) -> None:
         self._url, self._limits = url, limits
         self._patience = give_up_at - time.monotonic()  # s for one read; training between two reads does not count
         self._give_up_at = give_up_at
-        self._session = Session(limits.addresses)
+        self._session = session or Session(limits.addresses)
         self._response: requests.Response | None = None
         self._start, self._at, self._stop = start, start, stop  # first byte, next byte, byte after the last
         self._total: int | None = None  # bytes of the whole file, where the server says so

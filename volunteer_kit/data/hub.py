@@ -171,7 +171,8 @@ class HubSource:
     def _open(self, shard: str, start: int, stop: int, give_up_at: float) -> BinaryIO:
         place = self._place(shard, give_up_at)
         wait_for_a_host(hosts_of([place.url]), give_up_at)
-        return io.BufferedReader(_Body(place.url, self._connections, self._limits, give_up_at, start, stop), READ_AHEAD)
+        body = HttpBody(place.url, self._limits, give_up_at, start, stop, self._connections)
+        return io.BufferedReader(body, READ_AHEAD)
 
     def _wanted(self, table: Table) -> list[str]:
         """The columns that are read: the caption, what the picture is made of, and what filters look at. Raises
@@ -209,14 +210,6 @@ class HubSource:
                 f"1. Say what it calls them, in section data: columns: {{{fields[missing[0]]}: NAME}}\n"
                 "2. Or take filters off that it knows nothing about (nsfw_allowed: null takes everything)."
             )
-
-
-class _Body(HttpBody):
-    """A part of a file, over connections that are used again."""
-
-    def __init__(self, url: str, session: Session, limits: Limits, give_up_at: float, start: int, stop: int) -> None:
-        super().__init__(url, limits, give_up_at, start, stop)
-        self._session = session
 
 
 class _Connections(Session):

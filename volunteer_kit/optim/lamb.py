@@ -35,6 +35,8 @@ class Lamb(ExactStateOptimizer):
     norm changes nothing and is counted in `skipped_steps`.
     """
 
+    # Overrides: non_negative
+
     non_negative = frozenset({"exp_avg_sq"})
     fused_size = FUSED_SIZE
 

@@ -28,6 +28,8 @@ class Lamb8bit(Lamb):
     Raises ValueError for a large parameter that is not on the CPU.
     """
 
+    # Overrides: fused_size, non_negative
+
     non_negative = Lamb.non_negative | {"exp_avg_absmax", "exp_avg_sq_absmax"}
 
     def __init__(

@@ -34,6 +34,8 @@ MAX_NEWS = 256  # of one member in one round
 class VerifiedRound(RoundVerdicts):
     """One round, as one member goes through it: commit, hear_commits, reveal, hear_reveals, state, hear_statements."""
 
+    # Overrides: _answers, _deaf, _parts, commits, docket, reveals, seed, statements, suspects, trusted
+
     def __init__(self, verifier: Verifier, *about: Any, **options: Any):
         """:param about: of RoundVerdicts"""
         super().__init__(verifier, *about, **options)

@@ -61,6 +61,8 @@ class SwarmAllReduce(AwaitedAnswers):
         slice, and not the round. None: there is no such time
     """
 
+    # Overrides: bytes_received, bytes_sent
+
     def __init__(
         self,
         *,

@@ -25,6 +25,8 @@ SETTLED = 1e-6  # relative distance of models at the end of a run; rounding of e
 class FollowingOptimizer(MakingUpOptimizer):
     """hivemind.Optimizer that knows whose state is right, and takes it when its own is not."""
 
+    # Overrides: _follow, _stepped_apart, only_accumulated, states_asked_in_vain
+
     only_accumulated = True  # the last step() did, and waited for nobody: its time is the device's
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
 

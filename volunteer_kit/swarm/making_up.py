@@ -31,6 +31,8 @@ class Untaken(NamedTuple):
 class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     """hivemind.Optimizer that knows which rounds it lacks, and fetches their averages."""
 
+    # Overrides: _follow
+
     _just_loaded = False  # and not stepped since
     states_asked_in_vain = 0  # times in a row that the others were ahead and none of them gave us their state
     made_up_for = 0  # rounds that we had missed, since the last report
@@ -38,7 +40,8 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     _stepped_apart = False  # alone, or with no more than half of those here: what the others hold is not known since
     _untaken: Untaken | None = None  # our last round was postponed
     _times_postponed = _times_back = 0  # since a round that was the swarm's for certain
-    _look_at = 0.0  # time.monotonic(); not before
+    _next_comparison = 0.0  # time.monotonic(), of what the others hold with what we hold
+    _next_recovery = 0.0  # time.monotonic(), of a request for the round under way
 
     @property
     def complete(self) -> bool:
@@ -136,9 +139,10 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
         out would train for nobody meanwhile, begin it at a time of its own, and miss it again; who asked fewer might
         follow one that has stepped alone, too."""
         at_our_epoch = self.tracker.global_progress.num_peers - 1 - len(self.tracker.behind)
-        if at_our_epoch < 1 or time.monotonic() < self._look_at or not self.state_averager.is_between_steps:
+        is_due = time.monotonic() >= self._next_comparison and self.state_averager.is_between_steps
+        if at_our_epoch < 1 or not is_due:
             return
-        self._look_at = time.monotonic() + self.options.refresh_period
+        self._next_comparison = time.monotonic() + self.options.refresh_period
         own_id, epoch = self.dht.peer_id, self.local_epoch
         others = {peer: one for peer, one in self._declared().items() if peer != own_id}
         said = {peer: one for peer, one in others.items() if one.epoch == epoch}
@@ -226,9 +230,9 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
     def _look_after_round_under_way(self) -> bool:
         """Is it over? We count samples meanwhile, and go into no other round: they are of the model before its step,
         and so one step old at most. :returns: whether the gradients at hand are older"""
-        if time.monotonic() < self._look_at:
+        if time.monotonic() < self._next_recovery:
             return False
-        self._look_at, before = time.monotonic() + self.options.refresh_period, self.made_up_for
+        self._next_recovery, before = time.monotonic() + self.options.refresh_period, self.made_up_for
         with self.tracker.pause_updates():
             self._make_up_from_here()
             made_up_for = self.made_up_for - before

@@ -20,6 +20,8 @@ AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a 
 class MeetingOptimizer(VerifyingOptimizer):
     """hivemind.Optimizer that comes together with those who are here."""
 
+    _next_begun_lookup = 0.0  # time.monotonic(), of whether the others' round has begun without us
+
     def __init__(self, **parts: Any):
         super().__init__(**parts)
         self.tracker.on_look = self._say_who_is_awaited  # it is older than the averagers
@@ -77,9 +79,9 @@ class MeetingOptimizer(VerifyingOptimizer):
                     raise
 
     def _has_begun_without_us(self) -> bool:
-        if not self._can_make_up or time.monotonic() < self._look_at:
+        if not self._can_make_up or time.monotonic() < self._next_begun_lookup:
             return False
-        self._look_at = time.monotonic() + self.options.refresh_period
+        self._next_begun_lookup = time.monotonic() + self.options.refresh_period
         return self.grad_averager.has_begun(self.state_averager.told, list(self._declared()))
 
     def _will_others_come(self, waited: float) -> bool:

@@ -49,7 +49,7 @@ class ObeyingOptimizer:
     on_download: OnDownload | None = None  # told (bytes here, bytes in all) while we wait for a state
     statements: Statements | None = None
     _looking: MPFuture | None = None
-    _look_at = 0.0  # monotonic s
+    _next_order_lookup = 0.0  # time.monotonic()
 
     def trust_states(self, trust: StateTrust) -> None:
         """Believe no donor's word from now on. To be called before join()."""
@@ -110,11 +110,11 @@ class ObeyingOptimizer:
         if self.statements is None:
             return False
         if self.state_averager.later_order:
-            self.state_averager.later_order, self._look_at = False, 0.0
+            self.state_averager.later_order, self._next_order_lookup = False, 0.0
         if self._looking is None:
-            if time.monotonic() >= self._look_at:
+            if time.monotonic() >= self._next_order_lookup:
                 self._looking = self.statements.look("rollback")
-                self._look_at = time.monotonic() + ORDERS_EVERY
+                self._next_order_lookup = time.monotonic() + ORDERS_EVERY
             return False
         if not self._looking.done():
             return False
@@ -137,7 +137,7 @@ class ObeyingOptimizer:
         }
         if not self._adopt_signed(order.manifest, timeout, **instead):
             logger.warning(f"The monitor's order to go back to epoch {order.to_epoch} cannot be obeyed yet")
-            self._look_at = time.monotonic() + OBEY_AGAIN
+            self._next_order_lookup = time.monotonic() + OBEY_AGAIN
             return False
         self.statements.sequences.raise_to("rollback", order.sequence)
         logger.info(f"Back at the state of epoch {order.to_epoch}, now called {order.resume_epoch}, by the monitor")

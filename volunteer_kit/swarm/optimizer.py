@@ -35,6 +35,9 @@ class SwarmOptimizer(MeetingOptimizer):
     :param parts: as of AssembledOptimizer
     """
 
+    # Overrides: _follow, _just_loaded, _stepped_apart, _times_back, _times_postponed, made_up_for, only_accumulated
+    # Overrides: scheduled_grads
+
     _attends = False  # trains nothing
     weights_are_samples = True  # what parts weigh; otherwise a sample weighs less than 1, nobody has said how much
     on_round: Callable[[int], None] | None = None  # told, with the number of peers here, when averaging begins

@@ -41,6 +41,8 @@ class PowerSGDAverager(SwarmGradientAverager):
     :param allreduce_timeout: s for both exchanges of a round
     """
 
+    # Overrides: _beside_exchange
+
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],

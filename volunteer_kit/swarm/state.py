@@ -67,6 +67,8 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
     its own steps are in it.
     """
 
+    # Overrides: _agreed_at, _lineage
+
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
     role = "The process that shares the training state"
 

@@ -56,6 +56,8 @@ class EncodedParts:
 class VerifiedAllReduce(SwarmAllReduce):
     """:param encoded: ours; :param commits: what members have promised, by peer"""
 
+    # Overrides: fetches_lost_answers
+
     fetches_lost_answers = False  # it is the reducer that answers for them
 
     def __init__(self, *, encoded: EncodedParts, commits: Mapping[PeerID, Commit], **kwargs):

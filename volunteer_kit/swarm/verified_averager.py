@@ -42,6 +42,8 @@ KEPT_EXCHANGES = 2
 class VerifiedAverager(SwarmAverager):
     """:param verification: its settings; None: rounds are as any averager's"""
 
+    # Overrides: _beside_exchange
+
     def __init__(self, *args, verification: Settings | None = None, clips: bool = True, start: bool, **kwargs):
         self.verification, self._clips = verification, clips
         self._contributed = mp.Value(ctypes.c_int64, 0)  # contributions that the training process has told

@@ -44,6 +44,8 @@ class Recompute(Protocol):
 class VerifyingOptimizer(FollowingOptimizer):
     """hivemind.Optimizer that looks at others' work when it is drawn to, if the run verifies."""
 
+    # Overrides: only_accumulated
+
     recompute: Recompute | None = None  # seam: without it, what we are drawn to do stays undone
     on_verdicts: Callable[[Verdicts], None] | None = None  # told after each verified round
 
