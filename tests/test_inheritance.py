@@ -116,7 +116,7 @@ def _above(name: str, classes: dict[str, Class]) -> list[str]:
 
 
 def shared_attributes(classes: dict[str, Class]) -> dict[str, str]:
-    """"class.attribute" -> which other classes of a chain set it, of those that are not declared; and what is declared
+    """ "class.attribute" -> which other classes of a chain set it, of those that are not declared; and what is declared
     in vain. A chain is all that one class inherits from, so two bases of it that do not know each other count too."""
     found, used = {}, set()
     for name in classes:

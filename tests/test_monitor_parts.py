@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +14,8 @@ import pytest
 import torch
 from hivemind.p2p import PeerID
 
+from tests import damage
+from tests.damage import aside
 from tests.waiting import wait_until
 from volunteer_kit.monitor import asked
 from volunteer_kit.monitor.evidence import Looker, State, largest_share
@@ -21,6 +25,7 @@ from volunteer_kit.monitor.rescue import DISBELIEVED_FOR, Disbelief
 from volunteer_kit.swarm.chunks import ChunkStore
 from volunteer_kit.swarm.manifest import Manifest
 
+DAMAGES = damage.JSON
 A, B, C = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2, 3))
 
 
@@ -141,15 +146,106 @@ def test_a_signed_state_is_remembered_with_its_words(tmp_path):
     assert KeptStates(tmp_path).all[0].signed == manifest
 
 
-def test_what_is_damaged_is_not_kept(tmp_path):
+def confirm_all(kept: KeptStates) -> None:
+    for one in kept.waiting:
+        kept.update(one, replace(one, confirmed=True))
+
+
+def on_disk(folder) -> set[str]:
+    return {path.name for place in ("checkpoints", "states") for path in (folder / place).glob("*")}
+
+
+@pytest.mark.parametrize("damage", damage.JSON)
+@pytest.mark.parametrize("chunks", [True, False], ids=["signed", "not signed"])
+def test_a_damaged_list_is_made_anew_and_no_state_is_deleted(tmp_path, damage, chunks):
+    kept = write(tmp_path, 10, 20, 30, chunks=chunks)
+    confirm_all(kept)
+    before, there, path = write(tmp_path, 40, chunks=chunks).all, on_disk(tmp_path), tmp_path / "states.json"
+    DAMAGES[damage](path)
+    told = []
+    kept = KeptStates(tmp_path, told.append)
+    assert kept.all == before and [one.confirmed for one in before] == [True, True, True, False]
+    assert len(told) == 1 and "nothing is deleted" in told[0] and "10, 20, 30, 40" in told[0]
+    [moved] = aside(path)
+    assert str(moved) in told[0]
+    write(tmp_path, 50, chunks=chunks)
+    assert on_disk(tmp_path) > there
+    assert KeptStates(tmp_path, told.append).all[:-1] == before and len(told) == 1
+
+
+@pytest.mark.parametrize("what", ["list", "list and records", "folders of an older version"])
+def test_without_a_list_states_are_known_by_their_folders(tmp_path, what):
+    kept = write(tmp_path, 10, 20, 30)
+    confirm_all(kept)
+    before = kept.all
+    (tmp_path / "states.json").unlink()
+    for record in (tmp_path / "checkpoints").glob("*/kept.json"):
+        if what == "list and records":
+            record.write_text("{")
+        elif what == "folders of an older version":
+            record.unlink()
+    told = []
+    kept = KeptStates(tmp_path, told.append)
+    assert [replace(one, confirmed=True) for one in kept.all] == before, "with their chunks"
+    assert [one.confirmed for one in kept.all] == [what == "list"] * 3, "else they are on probation"
+    assert "is missing" in told[0]
+
+
+@pytest.mark.parametrize("name", ["have", "hashes", "size"])
+@pytest.mark.parametrize("damage", damage.BYTES)
+def test_damaged_chunks_are_made_whole_again(tmp_path, name, damage):
     kept = write(tmp_path, 10, 20)
-    [store] = [ChunkStore.find(tmp_path / "states", kept.roots[0])]
-    (store.path / "have").unlink()
-    assert [one.epoch for one in KeptStates(tmp_path).all] == [20]
-    (tmp_path / "states.json").write_text('[{"epoch": 1')
-    assert KeptStates(tmp_path).all == []
-    (tmp_path / "states.json").write_text('[{"unknown": 1}]')
-    assert KeptStates(tmp_path).all == []
+    DAMAGES[damage](ChunkStore.place(tmp_path / "states", kept.roots[0]) / name)
+    told = []
+    again = KeptStates(tmp_path, told.append)
+    assert again.all == kept.all and len(told) <= 1, "some damage makes no difference"
+    assert all("whole again" in text for text in told)
+    assert all(ChunkStore.find(tmp_path / "states", root).verify() for root in again.roots)
+
+
+def test_of_a_state_whose_chunks_are_lost_the_checkpoint_stays(tmp_path):
+    kept = write(tmp_path, 10, 20)
+    with open(ChunkStore.place(tmp_path / "states", kept.roots[0]) / "state", "r+b") as file:
+        file.truncate(100)
+    (ChunkStore.place(tmp_path / "states", kept.roots[0]) / "have").unlink()
+    told = []
+    again = KeptStates(tmp_path, told.append)
+    assert [(one.epoch, bool(one.root)) for one in again.all] == [(10, False), (20, True)]
+    assert "nobody can be ordered back" in told[0]
+    write(tmp_path, 30)
+    assert {"epoch-000010", "epoch-000020", "epoch-000030"} < on_disk(tmp_path)
+
+
+def test_what_is_on_no_list_goes_when_it_is_superseded(tmp_path):
+    """Such as a state whose monitor was killed before it entered it, or one that a person put there."""
+    write(tmp_path / "other", 5, 55)
+    for place in ("checkpoints", "states"):
+        shutil.copytree(tmp_path / "other" / place, tmp_path / place)
+    foreign = on_disk(tmp_path / "other")
+    (tmp_path / "states.json").write_text(json.dumps([]))
+    (tmp_path / "checkpoints").rename(tmp_path / "put back")
+    KeptStates(tmp_path)
+    write(tmp_path, 10)
+    for path in (tmp_path / "put back").iterdir():
+        path.rename(tmp_path / "checkpoints" / path.name)
+    for epoch in range(20, 60, 10):
+        confirm_all(write(tmp_path, epoch))
+        assert foreign < on_disk(tmp_path)
+    confirm_all(KeptStates(tmp_path))
+    write(tmp_path, 60)
+    left = foreign & on_disk(tmp_path)
+    assert len(left) == 2 and "epoch-000055" in left, "five confirmed ones are newer than the other"
+
+
+def test_what_a_killed_writer_left_goes_at_the_next_start(tmp_path):
+    write(tmp_path, 10)
+    there = on_disk(tmp_path)
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    (tmp_path / "checkpoints" / f".epoch-000020.{dead.pid}.tmp").mkdir()
+    (tmp_path / "checkpoints" / ".epoch-000020.0123abcd.part").mkdir()
+    KeptStates(tmp_path)
+    assert on_disk(tmp_path) == there
 
 
 def test_without_an_authority_there_are_checkpoints_only(tmp_path):

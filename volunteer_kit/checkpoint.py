@@ -1,8 +1,8 @@
 """Checkpoints: a folder epoch-000123/ with model.safetensors and meta.json, whole or not there at all.
 
 A checkpoint is written beside its place, flushed to disk and renamed, so a crash or a full disk leaves the one before
-it untouched (epoch_folders.py). Its tensors are covered by a SHA-256 in meta.json and are checked on load. Nothing is
-unpickled. One folder has one writer; others may read it at any time.
+it untouched (storage/epoch_folders.py). Its tensors are covered by a SHA-256 in meta.json and are checked on load.
+Nothing is unpickled. One folder has one writer; others may read it at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from volunteer_kit.epoch_folders import clear_leftovers, flush, name_of, newest_first, put_in_place, temporary_of
+from volunteer_kit.storage import flush, part_folder
+from volunteer_kit.storage.epoch_folders import name_of, newest_first, put_in_place, tidy
 
 TENSORS, META = "model.safetensors", "meta.json"
 OPTIMIZER = "optimizer/"  # names of tensors that belong to the optimizer begin with this
@@ -91,30 +92,27 @@ def save_checkpoint(folder: str | Path, tensors: Mapping[str, torch.Tensor], met
     unique, aliases = _without_ties(tensors)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
     path = folder / name_of(epoch)
-    temporary = temporary_of(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clear_leftovers(folder)
         if shutil.disk_usage(folder).free < needed + HEADROOM:
             raise OSError("the disk is full")
-        temporary.mkdir()
-        save_file(unique, temporary / TENSORS, metadata={"format": "pt"})
-        flush(temporary / TENSORS)
-        own = {
-            "format": FORMAT,
-            "kit_version": _kit_version(),
-            "saved_at": time.time(),
-            "sha256": _sha256(temporary / TENSORS),
-            "bytes": (temporary / TENSORS).stat().st_size,
-            "aliases": aliases,
-        }
-        _write_meta(temporary / META, _Meta.model_validate({**meta, **own}).model_dump())
-        flush(temporary)
-        put_in_place(temporary, path)
+        with part_folder(path) as part:
+            save_file(unique, part / TENSORS, metadata={"format": "pt"})
+            flush(part / TENSORS)
+            own = {
+                "format": FORMAT,
+                "kit_version": _kit_version(),
+                "saved_at": time.time(),
+                "sha256": _sha256(part / TENSORS),
+                "bytes": (part / TENSORS).stat().st_size,
+                "aliases": aliases,
+            }
+            _write_meta(part / META, _Meta.model_validate({**meta, **own}).model_dump())
+            flush(part)
+            put_in_place(part, path)
     except (OSError, SafetensorError) as cause:
         raise CheckpointError(_why_not_saved(path, needed, cause)) from cause
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return path
 
 
@@ -138,8 +136,7 @@ def load_checkpoint(
     meta = _read_meta(path)
     file = path / TENSORS
     try:
-        if file.stat().st_size != meta.bytes:
-            raise _bad(path, f"{TENSORS} has {file.stat().st_size:,} bytes, {META} says {meta.bytes:,}: cut off")
+        _require_size(path, meta)
         if verify and _sha256(file) != meta.sha256:
             raise _bad(path, f"the contents of {TENSORS} are not what was saved (SHA-256 differs)")
         with safe_open(file, framework="pt") as opened:  # its tensors are maps of the file: cut off, it would kill us
@@ -208,6 +205,20 @@ def keep_last(folder: str | Path, n: int) -> list[Path]:
     return deleted
 
 
+def read_meta(path: str | Path) -> dict[str, Any]:
+    """meta.json of a checkpoint's folder, whose tensors are there in their whole length. Raises CheckpointError."""
+    path = Path(path)
+    meta = _read_meta(path)
+    _require_size(path, meta)
+    return meta.model_dump()
+
+
+def clear_leftovers(folder: str | Path) -> None:
+    """What a killed writer left in a folder of checkpoints: what it was writing goes, what it had moved aside comes
+    back. Raises OSError."""
+    tidy(Path(folder), _looks_whole)
+
+
 def is_finite(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> bool:
     """Whether no floating-point tensor holds an infinity or NaN. Takes no extra memory."""
     for tensor in tensors.values() if isinstance(tensors, Mapping) else tensors:
@@ -271,12 +282,23 @@ def _read_meta(path: Path) -> _Meta:
         raise _bad(path, f"{META} cannot be read: {cause.strerror or cause}") from cause
 
 
+def _require_size(path: Path, meta: _Meta) -> None:
+    """Raises CheckpointError."""
+    try:
+        size = (path / TENSORS).stat().st_size
+    except OSError as cause:
+        raise _bad(path, f"{TENSORS} cannot be read: {cause.strerror or cause}") from cause
+    if size != meta.bytes:
+        raise _bad(path, f"{TENSORS} has {size:,} bytes, {META} says {meta.bytes:,}: cut off")
+
+
 def _looks_whole(path: Path) -> bool:
     """Complete as far as its sizes tell, without reading it."""
     try:
-        return _read_meta(path).bytes == (path / TENSORS).stat().st_size
+        read_meta(path)
     except OSError:
         return False
+    return True
 
 
 def _check_shapes(path: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Iterable[int]]) -> None:

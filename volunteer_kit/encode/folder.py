@@ -17,7 +17,7 @@ from volunteer_kit.data.code_shards import CodeIndex, MadeFrom, parse_index
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import shown
 from volunteer_kit.encode.settings import Settings
-from volunteer_kit.epoch_folders import flush
+from volunteer_kit.storage import flush
 
 LOCK = ".lock"
 ORPHANS = 5.0  # s; workers whose parent was killed end at once, but not in the same moment

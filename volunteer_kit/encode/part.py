@@ -28,7 +28,7 @@ from volunteer_kit.data.code_shards import (
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.encode.folder import Target, other_input, write_whole
 from volunteer_kit.encode.settings import Settings
-from volunteer_kit.epoch_folders import flush
+from volunteer_kit.storage import flush
 
 
 class Fault(NamedTuple):

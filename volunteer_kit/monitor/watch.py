@@ -75,9 +75,8 @@ class Monitor:
         run, member, path = self.run, self.member, self._home.path
         self.notes = Notes(path / "journal.sqlite")
         self._bans = Bans(path / "bans.json", run.run_id, self.notes)
-        self.kept = KeptStates(path)
-        if self.kept.all:
-            member.resume(self.kept.checkpoints / self.kept.all[-1].checkpoint)
+        self.kept = KeptStates(path, self.notes.warn)
+        self._resume()
         member.optimizer.state_averager.signed = deque(self.kept.roots)
         member.join()
         self.signing = Signing(member, self.kept, self.notes) if member.signs else None
@@ -110,6 +109,13 @@ class Monitor:
                 "Others cannot call this monitor, so volunteers alone give the states that it signs. "
                 "Open a port, and name it with --host-maddrs and --announce-maddrs."
             )
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint that can be used."""
+        for one in reversed(self.kept.all):
+            if self.member.resume(self.kept.checkpoints / one.checkpoint):
+                return
+            self.notes.warn(f"The checkpoint of step {one.epoch} in {self.kept.checkpoints} cannot be used.")
 
     def _note_refusal(self, peer_id: str, why: str) -> None:
         self._disbelief.note(peer_id, why, self.member.optimizer.state_averager.refused_for_distance)
@@ -233,11 +239,11 @@ class Monitor:
         for one in self.kept.waiting:
             if epoch < one.epoch + probation or one.order != self._order:
                 continue
-            since = [good for look, good in self._history if look.epoch >= one.epoch]
-            if since and all(since):
+            since = [(look.epoch, good) for look, good in self._history if look.epoch >= one.epoch]
+            if since and all(good for _, good in since):
                 self._try(lambda one=one: self.kept.update(one, replace(one, confirmed=True)))
                 self.notes.event("checkpoint", epoch=one.epoch)
-            else:
+            elif since and since[0][0] <= one.epoch + PROBATION:  # later looks alone do not speak against it
                 self._try(lambda one=one: self.kept.remove(one))
 
     # --- keeping ---

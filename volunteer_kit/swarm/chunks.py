@@ -7,21 +7,22 @@ whoever holds one may serve it, signed or not. Each MiB has a BLAKE2b-256, and t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 import torch
 
+from volunteer_kit.storage import clear_leftovers, flush, part_folder, set_aside, write_whole
 from volunteer_kit.swarm.manifest import CHUNK_SIZE, MAX_CHUNKS, ROOT_SIZE, Manifest
 from volunteer_kit.swarm.message_body import read_body
 
@@ -30,8 +31,8 @@ HEADER = struct.Struct("<8sQ")  # magic, bytes of msgpack that follow
 MAGIC = b"vkstate1"
 MAX_HEADER = 2**24  # bytes
 MAX_NUMBERS = 2**20  # plain numbers or tensors of a state
-STATE, HASHES, HAVE = "state", "hashes", "have"
-LEFT_FOR = 3600.0  # s; no disk takes as long for a state
+STATE, HASHES, HAVE, SIZE = "state", "hashes", "have", "size"
+LEFT_FOR = 3600.0  # s; no disk takes as long for a state. Of parts that older versions left
 HASHED_AT_ONCE = 2**22  # bytes of a tensor looked at together
 
 assert sys.byteorder == "little", "states travel in little-endian order, and tensors are copied as they lie"
@@ -103,10 +104,11 @@ class ChunkStore:
 
     def __init__(self, path: str | Path, root: bytes, total_bytes: int, chunk_size: int = CHUNK_SIZE):
         self.path, self.root, self.total_bytes, self.chunk_size = Path(path), root, total_bytes, chunk_size
+        if not 0 < total_bytes <= MAX_CHUNKS * chunk_size:
+            raise ChunksError(f"{total_bytes} bytes in chunks of {chunk_size}")
         self.num_chunks = -(-total_bytes // chunk_size)
-        if not 0 < self.num_chunks <= MAX_CHUNKS:
-            raise ChunksError(f"{self.num_chunks} chunks")
         self._hashes: bytes | None = None
+        self.has_doubtful_bytes = False  # bytes are here of which it is not known any more whether they are right
 
     # --- which there are ---
 
@@ -116,9 +118,12 @@ class ChunkStore:
 
     @classmethod
     def of(cls, folder: str | Path, manifest: Manifest) -> ChunkStore:
-        """The store of a manifest's state, begun if it is not there. Raises OSError (disk full)."""
+        """The store of a manifest's state, begun if it is not there. What is there of it stays, whatever is damaged.
+        Raises OSError (disk full)."""
         store = cls(cls.place(folder, manifest.root), manifest.root, manifest.total_bytes, manifest.chunk_size)
-        store._begin()
+        found = cls.find(folder, manifest.root)
+        if found is None or (found.total_bytes, found.chunk_size) != (store.total_bytes, store.chunk_size):
+            store._begin()
         return store
 
     @classmethod
@@ -126,10 +131,27 @@ class ChunkStore:
         """What is here of a root, whole or not; None: nothing that can be read."""
         path = cls.place(folder, root)
         try:
-            total, chunk_size = (int(word) for word in (path / "size").read_text().split())
+            total, chunk_size = (int(word) for word in (path / SIZE).read_text().split())
             store = cls(path, root, total, chunk_size)
             return store if len((path / HAVE).read_bytes()) == store.num_chunks else None
         except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def restore(cls, folder: str | Path, root: bytes, chunk_size: int = CHUNK_SIZE) -> ChunkStore | None:
+        """The whole store of a root from its bytes alone, where what lies beside them is damaged or missing; None: they
+        are not the root's. Reads all of them, about a second a GB."""
+        path = cls.place(folder, root)
+        try:
+            store = cls(path, root, (path / STATE).stat().st_size, chunk_size)
+            hashes = b"".join(chunk_hash(store._read(index)) for index in range(store.num_chunks))
+            if not store._fit(hashes):
+                return None
+            _set_folders_aside(path)
+            store._describe(b"\1" * store.num_chunks)
+            write_whole(path / HASHES, hashes)
+            return store
+        except (OSError, ChunksError):
             return None
 
     @classmethod
@@ -139,8 +161,7 @@ class ChunkStore:
         """Put a whole state down, beside its place and then renamed. Raises OSError (disk full)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".state-", suffix=".part", dir=folder))
-        try:
+        with part_folder(folder / STATE) as part:
             hashes, total = bytearray(), 0
             with open(part / STATE, "wb") as file:
                 for chunk in _in_chunks(state_bytes(metadata, tensors), chunk_size):
@@ -150,33 +171,41 @@ class ChunkStore:
                 file.flush()
                 os.fsync(file.fileno())
             root = root_of(bytes(hashes))
-            (part / HASHES).write_bytes(hashes)
-            (part / HAVE).write_bytes(b"\1" * (len(hashes) // ROOT_SIZE))
-            (part / "size").write_text(f"{total} {chunk_size}")
             place = cls.place(folder, root)
+            cls(part, root, total, chunk_size)._describe(b"\1" * (len(hashes) // ROOT_SIZE))
+            write_whole(part / HASHES, bytes(hashes))
             there = cls.find(folder, root)
             if there is None or not there.is_complete:
                 shutil.rmtree(place, ignore_errors=True)  # of a download that this state makes needless
-                with suppress(FileExistsError):  # another writer of the same state was quicker
+                try:
                     os.rename(part, place)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+                    flush(folder)
+                except OSError as error:  # another writer of the same state was quicker
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
         return cls(place, root, total, chunk_size)
 
     def _begin(self) -> None:
-        if ChunkStore.find(self.path.parent, self.root) is not None:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
-        with open(self.path / STATE, "wb") as file:
+        """Nothing counts as here yet; bytes that are here stay, for verify_all() to say which are right."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            set_aside(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        _set_folders_aside(self.path)
+        self.has_doubtful_bytes = (self.path / STATE).exists()
+        with open(self.path / STATE, "ab") as file:
+            file.truncate(min(file.tell(), self.total_bytes))
             os.posix_fallocate(file.fileno(), 0, self.total_bytes)  # a full disk is told now, not after an hour
-        (self.path / HAVE).write_bytes(bytes(self.num_chunks))
-        (self.path / "size").write_text(f"{self.total_bytes} {self.chunk_size}")
+        self._describe(bytes(self.num_chunks))
+
+    def _describe(self, have: bytes) -> None:
+        write_whole(self.path / HAVE, have)
+        write_whole(self.path / SIZE, f"{self.total_bytes} {self.chunk_size}")
 
     @staticmethod
     def keep(folder: str | Path, roots: Sequence[bytes]) -> None:
         """Delete all stores but those of `roots`, and what killed writers left long ago."""
         kept = {ChunkStore.place(folder, root).name for root in roots}
+        clear_leftovers(Path(folder) / STATE)
         with suppress(OSError):
             for path in Path(folder).iterdir():
                 left = path.name.startswith(".state-") and path.stat().st_mtime < time.time() - LEFT_FOR
@@ -200,9 +229,7 @@ class ChunkStore:
         if not self._fit(hashes):
             return False
         if self._hashes is None:
-            part = self.path / f".{HASHES}.{os.getpid()}.part"
-            part.write_bytes(hashes)
-            os.replace(part, self.path / HASHES)
+            write_whole(self.path / HASHES, hashes)
             self._hashes = hashes
         return True
 
@@ -282,6 +309,12 @@ class ChunkStore:
 
     # --- the state in it ---
 
+    def of_epoch(self) -> tuple[int, str]:
+        """(epoch, lineage in hex digits) of the state, by its header. Raises ChunksError, OSError."""
+        with open(self.path / STATE, "rb") as file:
+            (epoch, lineage, *_), _ = _read_header(file)
+        return epoch, lineage
+
     def read(self, like: Sequence[torch.Tensor], only: int | None = None) -> tuple[dict, list[torch.Tensor]]:
         """(metadata, tensors), of a store that is complete.
 
@@ -290,12 +323,7 @@ class ChunkStore:
         Raises ChunksError if the state is another model's, OSError.
         """
         with open(self.path / STATE, "rb") as file:
-            head = file.read(HEADER.size)
-            magic, length = HEADER.unpack(head) if len(head) == HEADER.size else (b"", 0)
-            if magic != MAGIC or length > MAX_HEADER:
-                raise ChunksError("no state")
-            types = (int, str, list, list)
-            epoch, lineage, numbers, sizes = read_body(file.read(length), *types, longest=MAX_HEADER, most=MAX_NUMBERS)
+            (epoch, lineage, numbers, sizes), length = _read_header(file)
             if sizes != [tensor.numel() * tensor.element_size() for tensor in like]:
                 raise ChunksError("another model's or optimizer's state")
             file.seek(-(HEADER.size + length) % ALIGN, os.SEEK_CUR)
@@ -305,3 +333,24 @@ class ChunkStore:
                 if len(view) and file.readinto(view) != len(view):
                     raise ChunksError("it is cut off")
         return {"epoch": epoch, "lineage": lineage, "numbers": numbers}, tensors
+
+
+def _set_folders_aside(path: Path) -> None:
+    """Folders in the place of a store's files. Raises OSError."""
+    for name in (STATE, HASHES, HAVE, SIZE):
+        if (path / name).is_dir():
+            set_aside(path / name)
+
+
+def _read_header(file: BinaryIO) -> tuple[tuple[int, str, list, list], int]:
+    """((epoch, lineage, numbers, sizes of the tensors), bytes of it), of an open state. Raises ChunksError."""
+    start = file.read(HEADER.size)
+    magic, length = HEADER.unpack(start) if len(start) == HEADER.size else (b"", 0)
+    if magic != MAGIC or length > MAX_HEADER:
+        raise ChunksError("no state")
+    types = (int, str, list, list)
+    try:
+        epoch, lineage, numbers, sizes = read_body(file.read(length), *types, longest=MAX_HEADER, most=MAX_NUMBERS)
+    except ValueError as error:
+        raise ChunksError("its header is damaged") from error
+    return (epoch, lineage, numbers, sizes), length
