@@ -6,21 +6,29 @@ another process. One process at a time trains in it: it holds the lock.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
+import logging
 import os
-import tempfile
+import shlex
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-MAX_FILE = 1 << 20  # bytes of a file that is read back
+from volunteer_kit.storage import DamagedFile, part_folder, read_json, set_aside, write_whole
+
 MAX_KNOWN_PEERS = 16
 SHORT_WHILE = 86400.0  # s; longer than most outages, and shorter than until somebody comes again with an old kit
+LEAST_ROOM = 2**20  # bytes; a key, totals and the log need some hundred KB, and grow
+MAX_COUNT = 2**53  # of samples; a larger number is no count
 MAX_LOG, LOG_KEPT = 10_000_000, 1_000_000  # bytes; what is kept of a log that has grown longer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -102,16 +110,56 @@ class Home:
             os.close(self._lock)
             self._lock = None
 
+    def require_room(self) -> None:
+        """Raises OSError, in words, where the disk is full: what this machine gives could not be kept there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.path).free
+        try:
+            with part_folder(self.path / "room") as part:  # what a disk says of itself may be wrong
+                write_whole(part / "room", bytes(LEAST_ROOM))
+        except OSError as error:
+            place = shlex.quote(str(self.path))
+            raise OSError(
+                f"The folder {self.path}, which keeps who you are in this run, has no room: "
+                f"{error.strerror or error}, {free / 1e6:,.1f} MB are free.\n"
+                f"1. Make room: df -h {place}\n"
+                "2. Or name a folder on another disk: --home FOLDER, or join_swarm(..., home=FOLDER)\n"
+                "3. Or move all of the kit's: export VOLUNTEER_KIT_HOME=FOLDER"
+            ) from None
+
     # --- what is kept ---
 
-    def totals(self) -> Totals:
-        saved = self._read("totals.json")
+    def totals(self, warn: Callable[[str], None] = logger.warning) -> Totals:
+        """What was saved. If that is damaged, it is kept aside, and the counts go on from what was last shown.
+
+        :param warn: told so in words
+        """
+        path = self.path / "totals.json"
         try:
-            samples, epochs, seconds = int(saved["samples"]), int(saved["epochs"]), float(saved["seconds"])
-        except (KeyError, TypeError, ValueError):
+            return _totals_of(read_json(path))
+        except FileNotFoundError:
             return Totals()
-        rounds = saved.get("rounds")
-        return Totals(samples, epochs, seconds, rounds if isinstance(rounds, dict) else {})
+        except (ValueError, KeyError, TypeError) as error:
+            found = self._last_shown()
+            aside = _set_aside(path)
+            reason = error.reason if isinstance(error, DamagedFile) else "it says other things than it should"
+            counts = (
+                f"They go on from what was last shown, {found.samples:,} samples."
+                if found.samples
+                else ("They begin at 0 again.")
+            )
+            warn(f"What this machine has given to the run cannot be read from {path} ({reason}){aside}. {counts}")
+            with contextlib.suppress(OSError):
+                self.save_totals(found)
+            return found
+
+    def _last_shown(self) -> Totals:
+        """By the picture that was drawn of the training last."""
+        shown = self.status()
+        try:
+            return Totals(_count(shown["my_samples"]), _count(shown["my_epochs"]))
+        except (ValueError, KeyError):
+            return Totals()
 
     def save_totals(self, totals: Totals) -> None:
         """Raises OSError."""
@@ -120,6 +168,7 @@ class Home:
     def known_peers(self) -> list[str]:
         """Addresses of peers met before, for the day when the first peers are gone."""
         peers = self._read("peers.json").get("peers", [])
+        peers = peers if isinstance(peers, list) else []
         fine = [p for p in peers if isinstance(p, str) and p.startswith("/") and "/p2p/" in p and len(p) < 300]
         return fine[:MAX_KNOWN_PEERS]
 
@@ -144,27 +193,43 @@ class Home:
 
     def save_status(self, status: Mapping[str, Any]) -> None:
         """Raises OSError."""
-        self._write("status.json", status)
+        self._write("status.json", status, durable=False)
 
     def _read(self, name: str) -> dict[str, Any]:
+        """{} where there is nothing, or nothing that can be read: none of it is missed for long."""
         try:
-            with (self.path / name).open(encoding="utf-8") as file:
-                found = json.loads(file.read(MAX_FILE))
-        except (OSError, ValueError):
+            found = read_json(self.path / name)
+        except (OSError, DamagedFile):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+    def _write(self, name: str, values: Mapping[str, Any], durable: bool = True) -> None:
         """Whole or not at all: the machine may go away at any moment."""
         self.path.mkdir(parents=True, exist_ok=True)
-        part = tempfile.NamedTemporaryFile("w", dir=self.path, prefix=name, delete=False, encoding="utf-8")  # noqa: SIM115
-        try:
-            with part:  # on a full disk it is closing that fails
-                json.dump(values, part)
-            os.replace(part.name, self.path / name)
-        except BaseException:
-            Path(part.name).unlink(missing_ok=True)
-            raise
+        write_whole(self.path / name, json.dumps(values), mode=0o600, durable=durable)
+
+
+def _count(found: Any) -> int:
+    """Raises ValueError for what is no count."""
+    if type(found) is not int or not 0 <= found < MAX_COUNT:
+        raise ValueError(f"{str(found)[:40]!r} is no count")
+    return found
+
+
+def _totals_of(saved: Any) -> Totals:
+    """Raises ValueError, KeyError, TypeError."""
+    seconds, rounds = saved["seconds"], saved.get("rounds", {})
+    if not isinstance(seconds, int | float) or not 0 <= seconds < MAX_COUNT or not isinstance(rounds, dict):
+        raise ValueError("no seconds, or no rounds")
+    return Totals(_count(saved["samples"]), _count(saved["epochs"]), float(seconds), rounds)
+
+
+def _set_aside(path: Path) -> str:
+    """:returns: in words, where it is kept"""
+    try:
+        return f"; it is kept as {set_aside(path)}"
+    except OSError as error:
+        return f", nor moved away ({error.strerror or error})"
 
 
 # --- a worker's log ---

@@ -210,13 +210,20 @@ def _lock(house: Home) -> bool:
     seen = last_seen(house)
     is_fresh = seen is not None and time.time() - seen.updated < STALE
     try:
-        return house.lock(patience=0 if is_fresh else STALE)
+        is_ours = house.lock(patience=0 if is_fresh else STALE)
     except OSError as error:
         raise RunError(
             f"The folder {house.path}, which keeps who you are in this run, cannot be written: {error.strerror}.\n"
             "1. Make room or name another one: --home FOLDER, or join_swarm(..., home=FOLDER)\n"
             "2. Or move all of the kit's: export VOLUNTEER_KIT_HOME=FOLDER"
         ) from None
+    try:
+        if is_ours:
+            house.require_room()
+    except OSError as error:
+        house.unlock()
+        raise RunError(str(error)) from None
+    return is_ours
 
 
 def _login(authority) -> Login | None:
@@ -253,8 +260,10 @@ def _welcome(surface: Surface, config, run: str | Path, token: str | None, **cap
 
 
 def _first_picture(config, house: Home) -> Progress:
-    totals = house.totals()
+    warnings: list[tuple[float, str]] = []
+    totals = house.totals(lambda text: warnings.append((time.time(), text)))
     return Progress(
+        warnings=warnings,
         run_id=config.run_id,
         description=config.description,
         help_url=config.help_url,

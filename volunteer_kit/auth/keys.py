@@ -10,19 +10,19 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import os
 import shlex
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import msgpack
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from volunteer_kit.storage import set_aside, write_once, write_whole
 
 VERSION = 1
 MAX_ENVELOPE = 65_536  # bytes
@@ -141,6 +141,8 @@ class KeyFolder:
         """
         if self._has("run_id"):
             self._require(run_id)
+        elif not self._has_a_run():
+            self._clear_empty("root.pem")
         if not self._has("root.pem"):
             if self._has_a_run():
                 return self.root_public
@@ -162,7 +164,17 @@ class KeyFolder:
 
     @property
     def run_id(self) -> str:
-        return self._read("run_id").decode()
+        try:
+            found = self._read("run_id").decode().strip()
+        except UnicodeDecodeError:
+            found = ""
+        if not found or "\0" in found:
+            file = shlex.quote(str(self.path / "run_id"))
+            raise KeysError(
+                f"{self.path / 'run_id'} is damaged: it says of which run these keys are.\n"
+                f"1. Put back its backup, or write the run's name into it: printf NAME > {file}"
+            )
+        return found
 
     @property
     def root_public(self) -> str:
@@ -174,6 +186,7 @@ class KeyFolder:
     def signer(self, role: Role, lifetime_days: float = 30.0) -> Signer:
         """The role's key with a certificate that holds for a third of its lifetime at least; without root.pem, until
         it ends, with a warning once a day. Raises KeysError."""
+        self._clear_empty(f"{role}.pem")
         self._write_once(f"{role}.pem", _pem(Ed25519PrivateKey.generate()))
         key, certificate = self._load(f"{role}.pem"), self._certificate(role)
         fresh = certificate is not None and certificate.public_key == _public(key)
@@ -245,14 +258,34 @@ class KeyFolder:
     def _has(self, name: str) -> bool:
         return (self.path / name).exists()
 
+    def _clear_empty(self, name: str) -> None:
+        """A file that a full disk left: no key was in it that anybody has heard of. Raises KeysError."""
+        path = self.path / name
+        try:
+            if path.is_file() and not path.read_bytes().strip(b"\0\r\n\t "):
+                _log.warning("%s was empty; it is kept as %s. A new key is made.", path, set_aside(path))
+        except OSError as error:
+            raise KeysError(f"The run's key file {path} cannot be read: {error.strerror}.") from error
+
     def _load(self, name: str) -> Ed25519PrivateKey:
         try:
             key = serialization.load_pem_private_key(self._read(name), password=None)
-        except ValueError as error:
-            raise KeysError(f"The key {self.path / name} is damaged: put back its backup.") from error
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise self._damaged(name, "is damaged") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise KeysError(f"{self.path / name} is another kind of key: put back its backup.")
+            raise self._damaged(name, "is another kind of key")
         return key
+
+    def _damaged(self, name: str, what: str) -> KeysError:
+        """A root key is never made anew where one was: it is who the run is."""
+        file = shlex.quote(str(self.path / name))
+        without = "a new one is made, which root.pem certifies; volunteers notice nothing"
+        if name == "root.pem":
+            without = "the run goes on until its certificates end; then it needs new keys, and volunteers its new file"
+        return KeysError(
+            f"The key {self.path / name} {what}: put back its backup.\n"
+            f"Without a backup, move it away: {without}.\n  mv {file} {file}.damaged"
+        )
 
     def _read(self, name: str) -> bytes:
         try:
@@ -271,30 +304,18 @@ class KeyFolder:
             self._write(name, content, replace=False)
 
     def _write(self, name: str, content: bytes, replace: bool = True) -> None:
-        part = self.path / f".{name}.{os.getpid()}.part"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)
             if replace:
-                os.replace(part, self.path / name)
-            else:  # whoever was first, of two processes that begin together, has made the key
-                try:
-                    os.link(part, self.path / name)
-                except FileExistsError:
-                    pass
+                write_whole(self.path / name, content, mode=0o600)
+            else:  # of two processes that begin together, the first has made the key
+                write_once(self.path / name, content, mode=0o600)
         except OSError as error:
             raise KeysError(
                 f"The run's keys cannot be written to {self.path}: {error.strerror}.\n"
                 f"1. See how much room is left there: df -h {shlex.quote(str(self.path.absolute().parent))}\n"
                 "2. Make room, or name a folder that this user may write to; then the same command once more."
             ) from error
-        finally:
-            with suppress(OSError):  # it would hide the reason
-                part.unlink()
 
 
 def public_text(public_key: bytes) -> str:

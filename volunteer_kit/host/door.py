@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
-import shutil
+import shlex
 import signal
 import threading
 import time
@@ -30,6 +30,7 @@ from volunteer_kit.host.settings import (
 )
 from volunteer_kit.host.watch import News, Part, Watch
 from volunteer_kit.host.words import welcome
+from volunteer_kit.storage import write_once, write_whole
 
 ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 STAGES = (5.0, 7.0, 13.0)  # s since the order to stop: when the next ones are told, and at the end killed
@@ -163,6 +164,7 @@ class Host:
         self._draws, self._authority = config.draws, config.authority
         self._others = [peer for peer in config.initial_peers if peer.rpartition("/")[2] != saved.get("peer_id")]
         self._adopt(identity_path)
+        self._require_identity(saved.get("peer_id"))
         self._save(saved.get("peer_id"))
         self._write_run_file(self._others)
 
@@ -195,15 +197,33 @@ class Host:
 
     def _adopt(self, identity_path: str | Path | None) -> None:
         if identity_path and Path(identity_path).is_file() and not self.folder.identity.exists():
-            shutil.copyfile(identity_path, self.folder.identity)
-            self.folder.identity.chmod(0o400)
+            write_once(self.folder.identity, Path(identity_path).read_bytes(), mode=0o400)
+
+    def _require_identity(self, peer_id: str | None) -> None:
+        """Volunteers know the run by the peer id of this key: a damaged one is not replaced without a word. Raises
+        HostError."""
+        from volunteer_kit.swarm.errors import SwarmError
+        from volunteer_kit.swarm.identity import ensure_identity
+
+        path = self.folder.identity
+        if peer_id and path.exists():
+            try:
+                ensure_identity(path, may_be_new=False)
+            except SwarmError:
+                file = shlex.quote(str(path))
+                raise HostError(
+                    f"{path} is damaged. Volunteers know this run by its peer id, {peer_id}.\n"
+                    "1. Put back its backup: then nobody notices.\n"
+                    f"2. Without one, move it away, and a new one is made: mv {file} {file}.damaged\n"
+                    "   Volunteers then need the new run file."
+                ) from None
 
     def _save(self, peer_id: str | None) -> None:
         self.folder.save({"run_id": self._run_id, "peer_id": peer_id, **asdict(self._settings)})
 
     def _write_run_file(self, peers: Sequence[str]) -> None:
         """Raises RunError if it is not as good as what it was made of."""
-        from volunteer_kit.host.run_file import filled_in, write_whole
+        from volunteer_kit.host.run_file import filled_in
 
         write_whole(self.folder.run_file, filled_in(self._text, self._url, self._public_key, peers))
         self._load_run(self.folder.run_file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from typing import Any
 from volunteer_kit.home import Home
 from volunteer_kit.host.settings import HostError
 from volunteer_kit.process_group import find
+from volunteer_kit.storage import DamagedFile, read_json, write_whole
 
-MAX_FILE = 1 << 20  # bytes
 NO_GROUP = 2**22 + 1  # no process has this id
 LEFTOVERS_END_WITHIN = 13.0  # s; a part gives itself 10 once the host is gone
 
@@ -93,28 +94,26 @@ class HostFolder:
         address that volunteers know."""
         path = self.path / "host.json"
         try:
-            with path.open(encoding="utf-8") as file:
-                saved = json.loads(file.read(MAX_FILE))
+            saved = read_json(path)
+            wrong = "" if isinstance(saved, dict) else "it holds something else"
+            if isinstance(saved, dict) and not isinstance(saved.get("run_id", ""), str):
+                wrong = "its run_id is no text"
+            if isinstance(saved, dict) and not isinstance(saved.get("peer_id") or "", str):
+                wrong = "its peer_id is no text"
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
-            saved = error
-        if not isinstance(saved, dict):
+        except DamagedFile as error:
+            wrong = error.reason
+        if wrong:
+            file = shlex.quote(str(path))
             raise HostError(
-                f"{path} cannot be read ({saved}).\n"
+                f"{path} cannot be read ({wrong}).\n"
                 "1. Put back its backup.\n"
-                f"2. Or remove it, and say the ports and addresses again: rm {path}"
+                f"2. Or move it away, and say the ports and addresses again: mv {file} {file}.damaged"
             )
         return saved
 
     def save(self, values: Mapping[str, Any]) -> None:
         """host.json, whole or not at all, for its owner's eyes: a database's address may have a password in it.
         Raises OSError."""
-        part = self.path / f".host.json.{os.getpid()}.part"
-        try:
-            part.unlink(missing_ok=True)  # it would keep its own mode
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(json.dumps(values, indent=1) + "\n")
-            os.replace(part, self.path / "host.json")
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(self.path / "host.json", json.dumps(values, indent=1) + "\n", mode=0o600)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from volunteer_kit.host.settings import HostError, HostSettings, authority_url
+from volunteer_kit.storage import part_folder, put_in_place
 
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 LOCAL = "http://127.0.0.1:8000"
@@ -170,13 +170,10 @@ def write(out: Path, answers: Answers) -> list[str]:
     folder = Path(f"{answers.name}-host")
     public_key = KeyFolder(folder / "keys").create(str(answers.name))
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part")
-    try:
-        part.write_text(text_of(answers, public_key), encoding="utf-8")
-        load_run(part)
-        os.replace(part, out)
-    finally:
-        part.unlink(missing_ok=True)
+    with part_folder(out) as part:
+        (part / out.name).write_text(text_of(answers, public_key), encoding="utf-8")
+        load_run(part / out.name)
+        put_in_place(part / out.name, out)
     options = f" --public-url {answers.address} --behind-proxy" if answers.address else ""
     lines = [f"{out} is written, and the run's keys are in {folder / 'keys'}: keep a backup, show them to nobody."]
     if answers.address:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,6 @@ def filled_in(text: str, url: str, public_key: str, initial_peers: Sequence[str]
     except (yaml.YAMLError, ValueError, IndexError):
         pass
     return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)  # all on one line, or written in braces
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Raises OSError; the file is whole at any moment, for it is served while it is written."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _set_authority(text: str, values: dict[str, Any]) -> str:

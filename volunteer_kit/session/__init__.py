@@ -34,6 +34,7 @@ from volunteer_kit.session.tell import Tell
 from volunteer_kit.session.trust import Among
 from volunteer_kit.session.verification import Verification
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.identity import ensure_identity
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
@@ -104,6 +105,8 @@ class Session:
         spec, run = self.spec, self.run
         known = self.home.known_peers() if self.home and spec.initial_peers else []  # the first peers may be gone
         identity_path = spec.identity_path or (str(self.home.identity) if self.home else None)
+        if identity_path:
+            ensure_identity(identity_path, lambda text: self.emit("warning", kind="identity", message=text))
         self.membership = Membership(run, identity_path, spec.hf_token)
         self.membership.ask()
         self.peer = start_peer(

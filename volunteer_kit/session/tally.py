@@ -20,7 +20,7 @@ class Tally:
 
     def __init__(self, reading: Reading, home: Home | None, emit: Emit):
         self._reading, self._home, self._emit = reading, home, emit
-        self.totals = home.totals() if home else Totals()
+        self.totals = home.totals(lambda text: emit("warning", kind="totals", message=text)) if home else Totals()
         self.rounds = RoundCounts.read(self.totals.rounds)
         self.samples = self.epochs = 0
         self._waiting: list[tuple[int, int]] = []  # epoch, samples

@@ -22,15 +22,18 @@ from pathlib import Path
 LEFT_FOR = 3600.0  # s without a change; where locks do not work, a part this old has no writer
 
 
-def write_whole(path: str | Path, content: bytes | str, mode: int = 0o666) -> None:
+def write_whole(path: str | Path, content: bytes | str, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write a file in one step; what was there before stays until then. Text is written as UTF-8.
 
     :param mode: of the file, less the umask
+    :param durable: it is on the disk when this returns; False: a power cut may leave it empty or as it was before, for
+        what is written every second and missed by nobody
     Raises OSError; nothing is changed then.
     """
-    with _part_file(Path(path), content, mode) as part:
+    with _part_file(Path(path), content, mode, durable) as part:
         os.replace(part, path)
-        flush(Path(path).parent)
+        if durable:
+            flush(Path(path).parent)
 
 
 def write_once(path: str | Path, content: bytes | str, mode: int = 0o666) -> bool:
@@ -149,14 +152,15 @@ def _is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def _part_file(path: Path, content: bytes | str, mode: int) -> Iterator[Path]:
-    """Written and flushed."""
+def _part_file(path: Path, content: bytes | str, mode: int, durable: bool = True) -> Iterator[Path]:
+    """Written, and flushed if it is to be durable."""
     clear_leftovers(path)
     part, descriptor = _new_part(path, lambda part: os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode))
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
-        os.fsync(descriptor)
+        if durable:
+            os.fsync(descriptor)
         yield part
     finally:
         with suppress(OSError):  # it would hide the reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,12 +11,16 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils.logging import get_logger
 
 from volunteer_kit.auth.access_token import PEER_ID_BYTES, peer_id_of_key
+from volunteer_kit.storage import set_aside, write_once
 from volunteer_kit.swarm.errors import SwarmError
+
+logger = get_logger(__name__)
 
 
 def load_private_key(identity: bytes) -> RSAPrivateKey:
@@ -25,19 +31,40 @@ def load_private_key(identity: bytes) -> RSAPrivateKey:
     return key
 
 
-def ensure_identity(identity_path: str | Path) -> rsa.RSAPrivateKey:
-    """The key in this file, which is made if it is missing. Raises SwarmError (identity)."""
+def ensure_identity(
+    identity_path: str | Path, warn: Callable[[str], None] = logger.warning, may_be_new: bool = True
+) -> rsa.RSAPrivateKey:
+    """The key in this file, which is made if it is missing. So is one in the place of an empty file, which a full disk
+    leaves: no key was ever in it, or none is left. Another file that is no key stays, for it may be one, damaged.
+
+    :param warn: told in words of an empty file
+    :param may_be_new: False: others know the key that was in it, so an empty file is an error too
+    Raises SwarmError (identity).
+    """
     path = Path(identity_path)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        P2P.generate_identity(str(path))
+    try:
+        if may_be_new and path.is_file() and not path.read_bytes().strip(b"\0\r\n\t "):
+            warn(f"{path} was empty, as a full disk leaves it; it is kept as {set_aside(path)}. A new key is made.")
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            key = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=RSAPrivateKey().to_bytes())
+            write_once(path, key.SerializeToString(), mode=0o400)
+    except OSError as e:
+        place = shlex.quote(str(path.parent))
+        raise SwarmError(
+            f"This machine's key cannot be kept in {path} ({e.strerror or e}).\n"
+            f"1. Make room, or see who may write there: df -h {place}; ls -ld {place}\n"
+            "2. Or name a folder on another disk.",
+            kind="identity",
+        ) from e
     try:
         return load_private_key(path.read_bytes())._private_key
     except Exception as e:
+        file = shlex.quote(str(path))
         raise SwarmError(
-            f"The identity file {identity_path} cannot be read ({e!r}).\n"
+            f"The identity file {path} cannot be read ({e!r}).\n"
             f"1. If you have a backup of it, put it back: it keeps this machine's peer id.\n"
-            f"2. Otherwise remove it, and a new one is made: rm {identity_path}",
+            f"2. Otherwise move it away, and a new one is made: mv {file} {file}.damaged",
             kind="identity",
         ) from e
 
