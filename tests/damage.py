@@ -30,9 +30,9 @@ def _numbers(number: str) -> Callable[[Path], None]:
             return [change(one) for one in value]
         return "NUMBER" if isinstance(value, int | float) and not isinstance(value, bool) else value
 
-    return lambda path: path.write_text(
-        json.dumps(change(json.loads(path.read_text()))).replace('"NUMBER"', number)
-    ) and None
+    return lambda path: (
+        path.write_text(json.dumps(change(json.loads(path.read_text()))).replace('"NUMBER"', number)) and None
+    )
 
 
 def _newer(path: Path) -> None:

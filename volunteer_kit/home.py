@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from volunteer_kit.storage import DamagedFile, part_folder, read_json, set_aside, write_whole
+from volunteer_kit.storage import DamagedFile, keep_aside, part_folder, read_json, write_whole
 
 MAX_KNOWN_PEERS = 16
 SHORT_WHILE = 86400.0  # s; longer than most outages, and shorter than until somebody comes again with an old kit
@@ -136,19 +136,18 @@ class Home:
         """
         path = self.path / "totals.json"
         try:
-            return _totals_of(read_json(path))
+            return read_json(path, _totals_of)
         except FileNotFoundError:
             return Totals()
-        except (ValueError, KeyError, TypeError) as error:
+        except DamagedFile as error:
             found = self._last_shown()
-            aside = _set_aside(path)
-            reason = error.reason if isinstance(error, DamagedFile) else "it says other things than it should"
+            aside = keep_aside(path)
             counts = (
                 f"They go on from what was last shown, {found.samples:,} samples."
                 if found.samples
                 else ("They begin at 0 again.")
             )
-            warn(f"What this machine has given to the run cannot be read from {path} ({reason}){aside}. {counts}")
+            warn(f"What this machine has given to the run cannot be read from {path} ({error.reason}).{aside} {counts}")
             with contextlib.suppress(OSError):
                 self.save_totals(found)
             return found
@@ -180,7 +179,7 @@ class Home:
         """Whether this machine was in the run with these settings a short while ago: what begins now is a restart."""
         last = self._read("stay.json")
         when = last.get("time")
-        recently = isinstance(when, (int, float)) and abs(time.time() - when) < SHORT_WHILE
+        recently = isinstance(when, int | float) and 0 <= when < MAX_COUNT and abs(time.time() - when) < SHORT_WHILE
         return recently and last.get("fingerprint") == fingerprint
 
     def save_stay(self, fingerprint: str) -> None:
@@ -222,14 +221,6 @@ def _totals_of(saved: Any) -> Totals:
     if not isinstance(seconds, int | float) or not 0 <= seconds < MAX_COUNT or not isinstance(rounds, dict):
         raise ValueError("no seconds, or no rounds")
     return Totals(_count(saved["samples"]), _count(saved["epochs"]), float(seconds), rounds)
-
-
-def _set_aside(path: Path) -> str:
-    """:returns: in words, where it is kept"""
-    try:
-        return f"; it is kept as {set_aside(path)}"
-    except OSError as error:
-        return f", nor moved away ({error.strerror or error})"
 
 
 # --- a worker's log ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 
 from hivemind.dht import DHT
@@ -12,6 +11,7 @@ from hivemind.dht import DHT
 from volunteer_kit.data.leases import Lease
 from volunteer_kit.data.ledger import Ledger
 from volunteer_kit.data.stream import Batch, SampleStream
+from volunteer_kit.storage import DamagedFile, keep_aside, read_json, write_whole
 from volunteer_kit.swarm.leases import SwarmLeases
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.callbacks import Emit
@@ -81,26 +81,28 @@ class Reading:
             self._leases.close()
 
     def _load(self) -> None:
-        if self._path is None or not self._path.is_file():
+        if self._path is None:
             return
         try:
-            with self._path.open() as file:
-                saved = json.loads(file.read(MAX_STATE))
-            if saved["fingerprint"] == self._fingerprint:
-                self._stream.load_state_dict(saved["stream"])
-                self._saved_leases = saved.get("leases", {})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            message = f"How far the data had been read cannot be told from {self._path} ({error}); it begins anew."
-            self._emit("warning", kind="stream", message=message)
+            read_json(self._path, self._take, MAX_STATE)
+        except FileNotFoundError:
+            return
+        except DamagedFile as error:
+            message = f"How far the data had been read is not known from {self._path} ({error.reason}): it begins anew."
+            self._emit("warning", kind="stream", message=message + keep_aside(self._path))
+
+    def _take(self, saved: dict) -> None:
+        if saved["fingerprint"] == self._fingerprint:
+            self._stream.load_state_dict(saved["stream"])
+            self._saved_leases = saved.get("leases", {})
 
     def _save(self, state: dict) -> None:
         if self._path is None:
             return
-        part = self._path.with_suffix(".part")
         try:
             leases = self._leases.state_dict() if self._leases else {}
-            part.write_text(json.dumps({"fingerprint": self._fingerprint, "stream": state, "leases": leases}))
-            os.replace(part, self._path)
+            saved = {"fingerprint": self._fingerprint, "stream": state, "leases": leases}
+            write_whole(self._path, json.dumps(saved), durable=False)  # each step: a power cut costs the last ones
         except OSError as error:
             message = f"How far the data were read could not be saved in {self._path}: {error.strerror or error}."
             self._emit("warning", kind="stream", message=message)

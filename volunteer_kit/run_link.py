@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from volunteer_kit.data.addresses import (
     is_public,
 )
 from volunteer_kit.data.http_session import Session
+from volunteer_kit.storage import part_folder, put_in_place
 
 MAX_RUN_FILE = 256 * 1024  # bytes; a stranger wrote it
 PATIENCE = 20.0  # s for all of it
@@ -99,18 +99,16 @@ def _keep(text: bytes, kept: Path, is_run: Callable[[Path], bool]) -> tuple[Path
     if text.lstrip()[:1] == b"<" and not had_one:
         raise LinkError("it is a web page, not the file itself; on GitHub, take the link of the button Raw")
     kept.parent.mkdir(parents=True, exist_ok=True)
-    part = kept.with_suffix(f".{os.getpid()}.part")
-    try:
-        part.write_bytes(text)
-        if is_run(part):
-            os.replace(part, kept)
+    with part_folder(kept) as part:
+        written = part / kept.name
+        written.write_bytes(text)
+        if is_run(written):
+            put_in_place(written, kept)
             return kept, True
         if not had_one:
             kept = kept.with_suffix(".refused.yaml")
-            os.replace(part, kept)
+            put_in_place(written, kept)
         return kept, False
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _get(url: str, addresses: AddressPolicy) -> tuple[bytes, tuple[str, int] | None]:

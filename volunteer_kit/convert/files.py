@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+from volunteer_kit.storage import part_folder, put_in_place
 
 # What Lightning's checkpoints name besides tensors: the callback whose state they keep, and its scores
 _NAMED_BY_LIGHTNING = (
@@ -72,15 +73,13 @@ def sha256_of(path: Path) -> str:
 
 def write_pickle(path: Path, content: Mapping[str, Any]) -> None:
     """torch.save, whole or not at all. Raises ConvertError when the disk does not take it."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(content), unfinished)
-        unfinished.replace(path)
+        with part_folder(path) as part:
+            torch.save(dict(content), part / path.name)
+            put_in_place(part / path.name, path)
     except (OSError, RuntimeError) as error:
         raise not_written(path, error) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def refuse_to_overwrite(path: Path) -> None:

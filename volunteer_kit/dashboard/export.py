@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
@@ -16,6 +15,7 @@ from volunteer_kit.dashboard.page import STATIC, render
 from volunteer_kit.dashboard.state import State, run_info
 from volunteer_kit.journal.file import JournalError
 from volunteer_kit.runs import RunConfig, load_run
+from volunteer_kit.storage import write_whole
 
 MARK = 'name="generator" content="volunteer-kit'
 POLL = 60.0  # s; an open page looks whether a newer export has been put there
@@ -82,9 +82,10 @@ def _write(board: Board, state: State, out: Path, now: float) -> None:
     state = {**state, "images": [image for image in state["images"] if image["url"] in shown]}
     if not (out / "README.md").exists():
         title, description = state["run"]["run_id"], state["run"]["description"]
-        _put(out / "README.md", _README.format(title=title, description=description or "see its page."))
-    _put(out / "state.json", json.dumps({**state, "written": now}, allow_nan=False, ensure_ascii=False, indent=1))
-    _put(out / "index.html", render(state, tag=f"{now:.0f}", poll=POLL, snapshot=now))
+        write_whole(out / "README.md", _README.format(title=title, description=description or "see its page."))
+    shown_state = json.dumps({**state, "written": now}, allow_nan=False, ensure_ascii=False, indent=1)
+    write_whole(out / "state.json", shown_state)
+    write_whole(out / "index.html", render(state, tag=f"{now:.0f}", poll=POLL, snapshot=now))
     for old in (out / "pictures").glob("*.png"):
         if _OURS.fullmatch(old.name) and f"pictures/{old.name}" not in shown:
             old.unlink(missing_ok=True)
@@ -109,13 +110,3 @@ def _copy_pictures(board: Board, state: State, target: Path) -> set[str]:
             shutil.copyfile(source, target / name)
             shown.add(image["url"])
     return shown
-
-
-def _put(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -143,7 +143,8 @@ class SampleCache:
         self._is_open = True
 
     def _is_empty(self) -> bool:
-        """Raises OSError for another program's file, sqlite3.DatabaseError for a cache of another version."""
+        """Raises OSError for another program's file or a newer kit's, sqlite3.DatabaseError for an
+        older one's."""
         self._db.execute("BEGIN")  # so that the three belong together
         kind, version, schema = map(self._number, ("application_id", "user_version", "schema_version"))
         self._db.execute("COMMIT")
@@ -151,6 +152,8 @@ class SampleCache:
             return True
         if kind != OURS:
             raise OSError("it is another program's file")
+        if version > VERSION:
+            raise OSError("it is of a newer version of the kit")
         if version != VERSION:
             raise sqlite3.DatabaseError("a cache of another version")
         return False

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +14,10 @@ from volunteer_kit.device.detect import Device
 from volunteer_kit.device.plan import DevicePlan
 from volunteer_kit.device.tuner import Setting
 from volunteer_kit.device.workload import Workload
+from volunteer_kit.storage import read_json, write_whole
 
 LARGEST_FILE = 10_000  # bytes
+MOST_MEMORY = 2**50  # bytes; no device has more
 FRESH = 14 * 86400  # s; what was measured on a busy day, or shrunk on a full one, is not for ever
 
 
@@ -49,11 +49,11 @@ class Remembered:
         try:
             if time.time() - self._path.stat().st_mtime > FRESH:
                 return None
-            with self._path.open("rb") as file:
-                found = json.loads(file.read(LARGEST_FILE))
+            found = read_json(self._path, limit=LARGEST_FILE)
             batch, checkpointing, peak = found["batch_size"], found["checkpointing"], found["peak_bytes"]
-            sound = type(batch) is int and batch >= 1 and type(checkpointing) is bool and math.isfinite(peak)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            sound = type(batch) is int and 1 <= batch <= self._key["largest"] and type(checkpointing) is bool
+            sound = sound and 0 <= peak < MOST_MEMORY
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return (Setting(batch, checkpointing), float(peak)) if sound and found.get("key") == self._key else None
 
@@ -63,6 +63,4 @@ class Remembered:
         kept["samples_per_second"] = round(samples_per_second, 3)
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self._path.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(kept, indent=1))
-            beside.replace(self._path)
+            write_whole(self._path, json.dumps(kept, indent=1))

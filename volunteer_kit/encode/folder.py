@@ -17,7 +17,7 @@ from volunteer_kit.data.code_shards import CodeIndex, MadeFrom, parse_index
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import shown
 from volunteer_kit.encode.settings import Settings
-from volunteer_kit.storage import flush
+from volunteer_kit.storage import write_whole
 
 LOCK = ".lock"
 ORPHANS = 5.0  # s; workers whose parent was killed end at once, but not in the same moment
@@ -203,17 +203,6 @@ def write_report(folder: Path, settings: Settings) -> None:
     head = {"settings": settings.shown, "records": records, "counts": dict(sorted(counts.items()))}
     text = json.dumps(head, indent=2)[:-2] + ',\n  "shards": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
     write_whole(folder / "report.json", text.encode())
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all, also after a power cut."""
-    unfinished = path.with_name(f".{path.name}.new")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    flush(path.parent)
 
 
 def _index(path: Path) -> CodeIndex:

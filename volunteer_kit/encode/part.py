@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import zlib
@@ -26,9 +27,11 @@ from volunteer_kit.data.code_shards import (
     unpack_record,
 )
 from volunteer_kit.data.errors import DataError
-from volunteer_kit.encode.folder import Target, other_input, write_whole
+from volunteer_kit.encode.folder import Target, other_input
 from volunteer_kit.encode.settings import Settings
-from volunteer_kit.storage import flush
+from volunteer_kit.storage import flush, keep_aside, write_whole
+
+logger = logging.getLogger(__name__)
 
 
 class Fault(NamedTuple):
@@ -111,6 +114,10 @@ class Part:
         """Read what is good of an earlier attempt, and cut off the rest."""
         lines = _lines(self._journal)
         first, good = next(lines, (None, 0))
+        if first is not None and not header.keys() <= first.keys():
+            first, good = None, 0
+        if first is None and os.fstat(self._tar.fileno()).st_size:
+            self._keep_aside()
         if first is not None and first != header:
             same = first["settings"] == header["settings"]
             raise other_input(self._target) if same else _other_settings(self._target)
@@ -128,6 +135,14 @@ class Part:
         if first is None:
             self._journal.write(_line(header))
             self._journal.flush()
+
+    def _keep_aside(self) -> None:
+        """How far a part is good, its journal says; a part with a damaged one is not written over. Raises OSError."""
+        for path in (self._target.part, self._target.journal):
+            logger.warning("The journal of %s is damaged, so the shard is made anew.%s", path, keep_aside(path))
+        self._tar.close()
+        self._journal.close()
+        self._tar, self._journal = _open(self._target.part), _open(self._target.journal)
 
     def _note(self, record: bytes, key: str) -> None:
         self.records += 1

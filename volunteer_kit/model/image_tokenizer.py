@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from volunteer_kit.model.vqgan import Vqgan, VqganConfig
+from volunteer_kit.storage import part_folder, put_in_place
 
 WEIGHTS = Path(__file__).parent / "weights"
 # Published tokenizers, by the name that a run file gives. Each machine keeps its own copy, converted once
@@ -244,12 +245,10 @@ def _read(path: Path, weights: bool = True) -> tuple[type[nn.Module], Any, dict[
 
 def _write(path: str | Path, tensors: dict[str, Tensor], key: str, config: BaseModel) -> None:
     path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    try:
+    with part_folder(path) as part:
+        written = part / path.name
         # one field only: safetensors writes several in random order, and a run's fingerprint holds the file's hash
-        save_file(tensors, unfinished, metadata={key: config.model_dump_json()})
-        unfinished.chmod(0o644)  # safetensors writes 0600, which an installed package must not have
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        save_file(tensors, written, metadata={key: config.model_dump_json()})
+        written.chmod(0o644)  # safetensors writes 0600, which an installed package must not have
+        put_in_place(written, path)

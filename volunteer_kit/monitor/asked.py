@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from volunteer_kit.storage import DamagedFile, read_json, write_whole
 
 FOLDER = "asked"
 LATE = 600.0  # s; what nobody answered in this time was asked of a monitor that has died since
@@ -21,8 +23,8 @@ def ask(folder: Path, to_epoch: int, patience: float) -> dict | None:
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
-            found = json.loads(answer.read_text())
-        except (OSError, ValueError):
+            found = read_json(answer)
+        except (OSError, DamagedFile):
             time.sleep(0.1)
             continue
         answer.unlink(missing_ok=True)
@@ -35,23 +37,29 @@ def answer_all(folder: Path, act: Callable[[int], tuple[bool, str]]) -> None:
     """To be called now and then by the monitor. `act`: epoch -> (whether it was done, in words)."""
     try:
         questions = sorted((folder / FOLDER).glob("*.json"))
+        unheard = [path for path in (folder / FOLDER).glob("*.answer") if time.time() - path.stat().st_mtime > LATE]
     except OSError:
         return
+    for path in unheard:  # whoever asked was ended
+        _delete(path)
     for path in questions:
         try:
-            asked = json.loads(path.read_text())
+            asked = read_json(path)
             to_epoch, when = int(asked["to_epoch"]), float(asked["time"])
-        except (OSError, ValueError, TypeError, KeyError):
-            path.unlink(missing_ok=True)
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):
+            _delete(path)
             continue
-        path.unlink(missing_ok=True)
+        _delete(path)
         if time.time() - when <= LATE:
             done, text = act(to_epoch)
             _write(path.with_suffix(".answer"), {"done": done, "text": text})
 
 
+def _delete(path: Path) -> None:
+    with suppress(OSError):  # a folder is nobody's question, and stays
+        path.unlink()
+
+
 def _write(path: Path, words: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(words))
-    os.replace(part, path)
+    write_whole(path, json.dumps(words), durable=False)

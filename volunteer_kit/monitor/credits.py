@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class Credits:
                 collector.collect(self._epoch())
                 self._tell(collector)
             except sqlite3.Error as error:
-                self._notes.warn(f"Credit cannot be written to {self._path}: {error}. It is looked for again later.")
+                self._notes.warn(_in_words(self._path, error), about="credit")
             except Exception as error:  # of the DHT or of what strangers signed; the next look comes
                 self._notes.complain("credit", f"Credit was not collected: {error!r}")
             self._stop.wait(min(max(self._pause(), LEAST_PAUSE), LONGEST_PAUSE))
@@ -60,3 +61,15 @@ class Credits:
     def _tell(self, collector: CreditCollector) -> None:
         self.samples = sum(collector.ledger.sums())
         self._notes.do("set_leaderboard", collector.ledger.leaderboard())
+
+
+def _in_words(path: Path, error: sqlite3.Error) -> str:
+    """A ledger is never begun anew by itself: what everybody has done would be 0 on the dashboard."""
+    text = f"Credit cannot be written to {path}: {error}. It is tried again later."
+    if isinstance(error, sqlite3.OperationalError):  # busy, full, read-only
+        return text
+    file = shlex.quote(str(path))
+    return (
+        f"{text}\n1. Put back its backup.\n"
+        f"2. Without one, put it aside, and credit begins anew: mv {file} {file}.damaged"
+    )

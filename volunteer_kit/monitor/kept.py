@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import sys
@@ -17,7 +18,7 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from volunteer_kit.checkpoint import CheckpointError, clear_leftovers, read_meta, save_checkpoint
-from volunteer_kit.storage import DamagedFile, read_json, set_aside, write_whole
+from volunteer_kit.storage import DamagedFile, keep_aside, read_json, write_whole
 from volunteer_kit.storage.epoch_folders import epoch_of, newest_first
 from volunteer_kit.swarm.agreement import MAX_EPOCH
 from volunteer_kit.swarm.chunks import ChunksError, ChunkStore
@@ -105,15 +106,13 @@ class KeptStates:
 
     def _read(self) -> list[Kept]:
         try:
-            found = _entries(read_json(self._file))
+            found = read_json(self._file, _entries)
             if not found and newest_first(self.checkpoints):  # what is taken off the list is deleted with it
                 return self._rebuilt("is empty")
         except FileNotFoundError:
             return self._rebuilt("is missing") if newest_first(self.checkpoints) else []
         except DamagedFile as error:
-            return self._rebuilt(f"is damaged ({error.reason})")
-        except ValueError as error:
-            return self._rebuilt(f"is damaged, or of another version of the kit ({error})")
+            return self._rebuilt(f"is damaged, or of another version of the kit ({error.reason})")
         return [one for one in map(self._as_it_is, found) if one is not None]
 
     def _as_it_is(self, one: Kept) -> Kept | None:
@@ -135,9 +134,7 @@ class KeptStates:
 
     def _rebuilt(self, what: str) -> list[Kept]:
         """The list, from the folders: what the checkpoints say of themselves, and the chunks that belong to them."""
-        aside = ""
-        with suppress(OSError):
-            aside = f" It is kept as {set_aside(self._file)}."
+        aside = keep_aside(self._file) if os.path.lexists(self._file) else ""
         stores = self._complete_stores()
         found = []
         for path in newest_first(self.checkpoints):
@@ -263,8 +260,8 @@ def _is_unfinished(path: Path) -> bool:
 def _entry_of(path: Path, stores: Mapping[tuple[int, str], ChunkStore]) -> Kept:
     """A checkpoint's own entry; where there is none, what its meta.json says, on probation. Raises CheckpointError."""
     meta = read_meta(path)
-    with suppress(OSError, ValueError):  # missing, damaged, or of another version
-        [entry] = _entries([read_json(path / RECORD)])
+    with suppress(OSError, DamagedFile):  # missing, damaged, or of another version
+        [entry] = read_json(path / RECORD, lambda found: _entries([found]))
         if (entry.epoch, entry.lineage) == (meta["epoch"], meta.get("lineage")):
             return replace(entry, checkpoint=path.name)
     entry = {"epoch": meta["epoch"], "order": meta.get("order", 0), "lineage": meta.get("lineage", "")}

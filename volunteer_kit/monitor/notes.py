@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 import threading
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from volunteer_kit.journal import Journal, JournalError
+from volunteer_kit.storage import keep_aside
+from volunteer_kit.storage.sqlite import require_whole
 
 TELL_EVERY = 300.0  # s between two complaints of the same kind on stderr
 REOPEN_EVERY = 30.0  # s
@@ -29,10 +32,19 @@ class Notes:
             if self._journal is None and time.monotonic() >= self._reopen_at:
                 self._reopen_at = time.monotonic() + REOPEN_EVERY
                 try:
+                    self._set_aside_if_cut_off()
                     self._journal = Journal(self._path)
                 except (JournalError, OSError) as error:
                     self.complain("journal", str(error))
             return self._journal
+
+    def _set_aside_if_cut_off(self) -> None:
+        try:
+            require_whole(self._path)
+        except sqlite3.DatabaseError as error:
+            aside = keep_aside(self._path, beside=("-wal", "-shm"))
+            text = f"{error}.{aside} Curves and events begin anew; credit, checkpoints and bans are kept elsewhere."
+            self.complain("cut off", text)
 
     def do(self, method: str, *args: Any, default: Any = None, **fields: Any) -> Any:
         """Call a method of the journal. :returns: its result, `default` if the disk did not let it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,11 +12,13 @@ from hivemind.p2p import PeerID
 from volunteer_kit.auth.access_token import BanList, account_digest
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.summary import Claim, outliers
+from volunteer_kit.storage import DamagedFile, keep_aside, read_json, write_whole
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.records import PeerRecord
 
 TELL_AGAIN = 3600.0  # s after which an outlier that is still one is told again
 MOST = 20_000  # peers that are remembered
+LARGEST_LIST = 16 * 2**20  # bytes
 SHUT_OUT = "{username} may not take part any more"
 BY_SWARM = "{username} was banned by the swarm: {reason}"
 SHORT_WHILE = 86_400.0  # s that somebody who left stays in the list of members
@@ -88,6 +89,13 @@ class People:
         self._outliers = {key: when for key, when in self._outliers.items() if now - when <= TELL_AGAIN}
 
 
+def _accounts(found: list[str]) -> frozenset[bytes]:
+    """Raises ValueError, TypeError."""
+    if not isinstance(found, list):
+        raise ValueError("no list")
+    return frozenset(bytes.fromhex(one) for one in found)
+
+
 class Bans:
     """Tells who was shut out, and who is let in again. The list has digests only, of the banned and of those whose
     admission was taken back alike: it is not told which, and of those who were never here no name is known.
@@ -99,9 +107,15 @@ class Bans:
         self._path, self._run_id, self._notes = path, run_id, notes
         self._reasons: dict[bytes, str] = {}  # account -> why the swarm has convicted it
         try:
-            self._told = frozenset(bytes.fromhex(one) for one in json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            self._told = read_json(path, _accounts, LARGEST_LIST)
+        except FileNotFoundError:
             self._told = frozenset()
+        except DamagedFile as error:
+            self._told = frozenset()
+            notes.warn(
+                f"Which bans were told cannot be read from {path} ({error.reason}).{keep_aside(path)} They are told "
+                "once more; the list of bans itself is the authority's."
+            )
 
     def explain(self, account: bytes, reason: str | None) -> None:
         """The swarm has convicted this account, and when it is on the list, it is there for that; None: not any more.
@@ -122,9 +136,7 @@ class Bans:
             self._notes.event("unbanned", username=names.get(account, ""))
         self._told = bans.accounts
         try:
-            part = self._path.with_suffix(".part")
-            part.write_text(json.dumps([account.hex() for account in self._told]))
-            os.replace(part, self._path)
+            write_whole(self._path, json.dumps([account.hex() for account in self._told]))
         except OSError as error:
             self._notes.complain("bans", f"{self._path} cannot be written: {error.strerror or error}.")
 

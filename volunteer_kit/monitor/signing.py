@@ -28,6 +28,9 @@ class Signing:
         self._statements = member.optimizer.statements
         self._newest: Manifest | None = None  # that anybody signed
         self._not_before = 0.0
+        for one in kept.all:  # its own file may be damaged, and what we signed is below no later statement
+            if one.signed is not None:
+                self._statements.sequences.raise_to("manifest", one.signed.sequence)
 
     # --- manifests ---
 

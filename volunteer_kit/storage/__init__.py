@@ -1,7 +1,7 @@
 """Files that a killed process, a full disk or a damaged sector must not turn into a loss: how they are written, read,
 and kept aside when they cannot be read."""
 
-from volunteer_kit.storage.damaged import DamagedFile, read_json, set_aside
+from volunteer_kit.storage.damaged import DamagedFile, keep_aside, read_json, set_aside
 from volunteer_kit.storage.whole import (
     clear_if_left,
     clear_leftovers,
@@ -17,6 +17,7 @@ __all__ = [
     "clear_if_left",
     "clear_leftovers",
     "flush",
+    "keep_aside",
     "part_folder",
     "put_in_place",
     "read_json",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LARGEST = 2**20  # bytes of a file of ours; a longer one is not read
 KEPT_ASIDE = 20  # damaged files of one name
@@ -24,9 +27,14 @@ class DamagedFile(ValueError):
         self.path, self.reason = path, reason
 
 
-def read_json(path: str | Path, limit: int = LARGEST) -> Any:
-    """What is in a JSON file; numbers in it are finite.
+def _anything(found: Any) -> Any:
+    return found
 
+
+def read_json(path: str | Path, check: Callable[[Any], T] = _anything, limit: int = LARGEST) -> T:
+    """What `check` makes of what is in a JSON file; numbers in it are finite.
+
+    :param check: raises ValueError, TypeError, LookupError or the like for what its writer cannot have written
     Raises FileNotFoundError, DamagedFile: also for what is no file, and for one that the disk does not give.
     """
     path = Path(path)
@@ -42,11 +50,15 @@ def read_json(path: str | Path, limit: int = LARGEST) -> Any:
     if len(text) > limit:
         raise DamagedFile(path, f"it has more than {limit:,} bytes")
     try:
-        return json.loads(text.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
+        found = json.loads(text.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise DamagedFile(path, "it is no text") from error
     except (ValueError, RecursionError) as error:
         raise DamagedFile(path, str(error).partition("\n")[0][:200]) from error
+    try:
+        return check(found)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise DamagedFile(path, f"it holds something else: {error!s:.200}") from error
 
 
 def set_aside(path: str | Path, beside: tuple[str, ...] = ()) -> Path:
@@ -64,6 +76,14 @@ def set_aside(path: str | Path, beside: tuple[str, ...] = ()) -> Path:
         with suppress(FileNotFoundError):
             os.rename(f"{path}{ending}", f"{place}{ending}")
     return place
+
+
+def keep_aside(path: str | Path, beside: tuple[str, ...] = ()) -> str:
+    """The same, for a message: " It is kept as ...", or why it is not."""
+    try:
+        return f" It is kept as {set_aside(path, beside)}."
+    except OSError as error:
+        return f" It cannot be moved away ({error.strerror or error})."
 
 
 def _refuse(constant: str) -> Any:

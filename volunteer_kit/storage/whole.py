@@ -69,8 +69,10 @@ def part_folder(path: str | Path) -> Iterator[Path]:
     try:
         yield part
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-        os.close(descriptor)
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def put_in_place(written: Path, path: Path) -> None:
@@ -163,9 +165,11 @@ def _part_file(path: Path, content: bytes | str, mode: int, durable: bool = True
             os.fsync(descriptor)
         yield part
     finally:
-        with suppress(OSError):  # it would hide the reason
-            part.unlink()
-        os.close(descriptor)
+        try:
+            with suppress(OSError):  # it would hide the reason
+                part.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def _new_part(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:

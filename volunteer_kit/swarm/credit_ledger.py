@@ -10,10 +10,12 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from volunteer_kit.storage import part_folder, write_once
+from volunteer_kit.storage.sqlite import require_whole
 from volunteer_kit.swarm.credit import Credit, Step
 
 VERSION = 1
@@ -43,22 +45,38 @@ class Total(NamedTuple):
     last_epoch: int
 
 
+def _make(path: Path) -> None:
+    """An empty ledger, there whole or not at all; of two monitors that begin together, one makes it. Raises
+    sqlite3.Error."""
+    try:
+        with part_folder(path) as part:
+            with closing(sqlite3.connect(part / "ledger")) as db:
+                db.executescript(f"{SCHEMA} PRAGMA user_version = {VERSION};")
+            write_once(path, (part / "ledger").read_bytes())
+    except OSError as error:
+        raise sqlite3.OperationalError(str(error)) from error
+
+
 class CreditLedger:
     """The file `path`, made if it is missing. May be used from several threads and processes.
 
     :param read_only: never writes, and the file must be there
-    Raises sqlite3.DatabaseError for a file of another kind or version.
+    Raises sqlite3.DatabaseError for a file of another kind or version, and for an empty one: a ledger is never
+    empty, so what was in it is lost, and a new one in its place would be taken for the truth.
     """
 
     def __init__(self, path: str | Path, read_only: bool = False):
         self._lock = threading.Lock()
-        where = f"{Path(path).resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        path = Path(path)
+        if not read_only and not path.exists():
+            _make(path)
+        require_whole(path)
+        where = f"{Path(path).resolve().as_uri()}?mode={'ro' if read_only else 'rw'}"
         self._db = sqlite3.connect(where, uri=True, timeout=BUSY, isolation_level=None, check_same_thread=False)
         try:
             if not read_only:
                 self._db.execute("PRAGMA journal_mode = WAL")  # who reads does not wait
                 self._db.execute("PRAGMA synchronous = FULL")  # credit is not to be lost with the power
-                self._create()
             if (version := self._version()) != VERSION:
                 raise sqlite3.DatabaseError(f"{path} is a ledger of version {version}, not {VERSION}")
         except BaseException:
@@ -67,13 +85,6 @@ class CreditLedger:
 
     def _version(self) -> int:
         return self._db.execute("PRAGMA user_version").fetchone()[0]
-
-    def _create(self) -> None:
-        with self._transaction() as db:
-            if self._version() == 0:
-                for statement in SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {VERSION}")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

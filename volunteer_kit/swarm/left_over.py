@@ -21,6 +21,7 @@ from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.proto import runtime_pb2
 from hivemind.utils.logging import get_logger
 
+from volunteer_kit.storage import DamagedFile, read_json, write_whole
 from volunteer_kit.swarm.codec import decode
 
 logger = get_logger(__name__)
@@ -32,6 +33,14 @@ PARTS, LARGEST_PART = 64, 2**19  # of all values; a part's values share two magn
 def part_size(numel: int) -> int:
     """Values of a part, of so many in all: as many parts as slices of up to some tens of reducers need."""
     return min(LARGEST_PART, max(2**12, numel // PARTS))
+
+
+def _noted(said: dict) -> tuple[dict, float, int, float]:
+    """(what it is about, total weight, order, s since 1970) of the note. Raises ValueError, KeyError, TypeError."""
+    total, order, at = float(said["total"]), int(said["order"]), float(said["at"])
+    if total < 0 or order < 0:
+        raise ValueError(f"the weight {total}, the order {order}")
+    return {"of": said["of"], "numel": said["numel"]}, total, order, at
 
 
 class LeftOver:
@@ -72,14 +81,17 @@ class LeftOver:
     def _read_note(self) -> bool:
         """Is there a file of ours?"""
         try:
-            said = json.loads(self._note.read_text())
-            total, order, age = float(said["total"]), int(said["order"]), time.time() - float(said["at"])
-            fits = {"of": said["of"], "numel": said["numel"]} == self._about
-            if not fits or age > MAX_AGE or self._path.stat().st_size != 8 * said["numel"]:
+            about, total, order, at = read_json(self._note, _noted)
+            if about != self._about or abs(time.time() - at) > MAX_AGE:
                 return False
-        except (OSError, ValueError, KeyError, TypeError):
+            if self._path.stat().st_size != 8 * about["numel"]:
+                return False
+        except FileNotFoundError:
             return False
-        self.total_weight, self.order, self._at = total, order, said["at"]
+        except (OSError, DamagedFile) as error:
+            logger.warning(f"What is left over of rounds cannot be used, and begins anew. {error}")
+            return False
+        self.total_weight, self.order, self._at = total, order, at
         return True
 
     @property
@@ -92,10 +104,8 @@ class LeftOver:
         self._at = time.time()
         if self._path is not None:
             told = {**self._about, "total": self.total_weight, "order": self.order, "at": self._at}
-            scratch = self._note.with_suffix(".part")
             try:
-                scratch.write_text(json.dumps(told))
-                scratch.replace(self._note)
+                write_whole(self._note, json.dumps(told), durable=False)  # once a round
             except OSError as error:
                 logger.warning(f"What is left over of rounds will be lost with this process: {error}")
 

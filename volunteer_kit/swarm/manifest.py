@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +24,7 @@ from hivemind.utils import MPFuture, get_dht_time
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.auth.keys import TokenError, unpack
+from volunteer_kit.storage import DamagedFile, keep_aside, read_json, write_whole
 from volunteer_kit.swarm.agreement import LINEAGE_SIZE, MAX_EPOCH
 from volunteer_kit.swarm.statements import MAX_STATEMENT, StatementValidator
 
@@ -210,9 +209,17 @@ class Sequences:
     def __init__(self, path: str | Path | None = None):
         self._path = None if path is None else Path(path)
         self._highest: dict[str, int] = {}
-        with suppress(OSError, ValueError, AttributeError):  # missing or damaged: as on a new machine
-            read = json.loads(self._path.read_text()) if self._path else {}
-            self._highest = {str(k): v for k, v in read.items() if type(v) is int and 0 <= v < MAX_SEQUENCE}
+        try:
+            self._highest, reason = read_json(self._path, _sequences) if self._path else ({}, "")
+        except FileNotFoundError:  # a new machine
+            return
+        except DamagedFile as error:
+            reason = error.reason
+        if reason:
+            logger.warning(
+                f"What the run's monitor has said up to now cannot be read from {self._path} ({reason})."
+                f"{keep_aside(self._path)} Until its next statement an earlier one would be believed here."
+            )
 
     def __getitem__(self, kind: str) -> int:
         return self._highest.get(kind, 0)
@@ -223,12 +230,13 @@ class Sequences:
         self._highest[kind] = sequence
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
-            with open(part, "w") as file:
-                json.dump(self._highest, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self._path)
+            write_whole(self._path, json.dumps(self._highest))
+
+
+def _sequences(read: dict) -> tuple[dict[str, int], str]:
+    """(those that are sequence numbers, what is wrong with the others). Raises AttributeError for what is no dict."""
+    good = {kind: one for kind, one in read.items() if type(one) is int and 0 <= one < MAX_SEQUENCE}
+    return good, "" if len(good) == len(read) else f"{', '.join(read.keys() - good.keys())[:100]}: no sequence number"
 
 
 class Statements:
