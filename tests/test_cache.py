@@ -230,6 +230,21 @@ def test_a_changed_value_is_not_given_out(tmp_path):
     cache.close()
 
 
+def test_a_newer_kits_cache_is_left_alone(tmp_path):
+    path = tmp_path / "samples"
+    cache = SampleCache(path, MB)
+    cache.put("a", b"a")
+    cache.close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+    before = path.read_bytes()
+    cache = SampleCache(path, MB, told := Told())
+    cache.put("b", b"b")
+    cache.close()
+    assert path.read_bytes() == before and len(told) == 1 and "newer version" in told[0]
+
+
 def test_another_programs_file_is_left_alone(tmp_path):
     path = tmp_path / "samples"
     other = sqlite3.connect(path)

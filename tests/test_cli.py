@@ -153,3 +153,16 @@ def test_a_host_tells_how_to_join_and_leaves_nothing_behind(tmp_path, number):
     finally:
         if host.poll() is None:
             os.killpg(host.pid, signal.SIGKILL)
+
+
+def test_join_on_a_full_disk_says_so_at_once(tiny_disk):
+    """It said for three quarters of a minute that a second volunteer comes up, and nothing of the disk."""
+    with open(tiny_disk / "big", "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    with mock.patch.dict(os.environ, VOLUNTEER_KIT_HOME=str(tiny_disk)):
+        done = run("join", "demo", "--accept-terms")
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "has no room" in said and str(tiny_disk) in said, said
+    assert "1. Make room: df -h" in said and "--home FOLDER" in said and "Traceback" not in said
+    assert "second volunteer" not in said

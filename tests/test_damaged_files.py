@@ -26,6 +26,7 @@ from volunteer_kit.monitor import asked
 from volunteer_kit.monitor.credits import Credits
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import Bans
+from volunteer_kit.monitor.recording import Recorder
 from volunteer_kit.swarm.credit_ledger import CreditLedger
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.identity import ensure_identity
@@ -205,6 +206,16 @@ def test_a_journal_that_cannot_be_read_is_told_and_kept(tmp_path, damage, capsys
     assert str(path) in capsys.readouterr().err
     assert damaged in [content(one) for one in (path, *aside(path))]
     notes.close()
+
+
+def test_metrics_go_on_after_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"epoch": 1}\n{"epo')
+    recorder = Recorder(path, None, {}, pytest.fail)
+    for epoch in (2, 3):
+        recorder.record({"epoch": epoch})
+    recorder.close(patience=30.0)
+    assert path.read_text().splitlines() == ['{"epoch": 1}', '{"epo', '{"epoch": 2}', '{"epoch": 3}']
 
 
 # --- keys ---

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.damage import JSON
 from tests.encoding import FAST, TOY, Killed, faults_of, faulty_shard, killed_at, make, toy_codes, tree
 from tests.shard_files import good_shard, serve
 from volunteer_kit.data.code_shards import checksum, parse_index
@@ -223,3 +224,23 @@ def test_a_connection_that_breaks_for_good_leaves_the_shard_to_the_next_attempt(
         shard.write_bytes(whole)
         make(url, tmp_path / "out")
     assert (tmp_path / "out" / "00000.tar").read_bytes() == (tmp_path / "undisturbed" / "00000.tar").read_bytes()
+
+
+FINISHED = ("00000.tar", "00000.index.json", "00000.report.json")
+
+
+@pytest.mark.parametrize("name", FINISHED[1:])
+@pytest.mark.parametrize("damage", JSON.values(), ids=list(JSON))
+def test_a_finished_shard_is_not_written_over_when_what_is_said_of_it_is_damaged(tmp_path, name, damage):
+    shard = good_shard(tmp_path / "00000.tar", 2)
+    out = tmp_path / "out"
+    make(shard, out)
+    damage(out / name)
+    before = {one: content(out / one) for one in FINISHED}
+    with contextlib.suppress(DataError):  # where the damage makes a difference
+        make(shard, out)
+    assert {one: content(out / one) for one in FINISHED} == before
+
+
+def content(path: Path) -> object:
+    return path.read_bytes() if path.is_file() else "a folder"

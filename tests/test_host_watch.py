@@ -72,6 +72,13 @@ def test_who_is_not_up_in_time_is_started_again(watch):
     assert one.news.get(timeout=20).kind == "failing"
 
 
+def test_a_parts_warning_is_told_and_logged(watch, tmp_path):
+    """Such as a list of checkpoints that was damaged: nobody reads a log while all goes well."""
+    one = watch("import time\nprint('{\"warning\": \"a list was damaged\"}', flush=True)\ntime.sleep(100)\n")
+    assert one.news.get(timeout=20) == News("warning", "part", "a list was damaged")
+    until(lambda: "a list was damaged" in (tmp_path / "logs" / "part.log").read_text(), "not in the log")
+
+
 def test_the_parts_own_reason_is_told(watch):
     one = watch('print(\'{"error": "The port is taken.\\\\n1. Another"}\')\nraise SystemExit(2)\n')
     assert "says: The port is taken" in one.news.get(timeout=20).text

@@ -17,9 +17,11 @@ from volunteer_kit.data.code_shards import CodeIndex, MadeFrom, parse_index
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import shown
 from volunteer_kit.encode.settings import Settings
-from volunteer_kit.storage import write_whole
+from volunteer_kit.storage import DamagedFile, read_json, write_whole
 
 LOCK = ".lock"
+LARGEST_REPORT = 2**28  # bytes; it names every record that was left out
+MOST = 2**53  # of anything that is counted
 ORPHANS = 5.0  # s; workers whose parent was killed end at once, but not in the same moment
 
 
@@ -181,11 +183,19 @@ def summary_of(report: dict[str, Any]) -> Summary:
 def read_report(path: Path) -> dict[str, Any]:
     """NAME.report.json. Raises DataError."""
     try:
-        report = json.loads(path.read_bytes())
-        return {key: report[key] for key in ("shard", "records", "counts", "ended_early", "sha256", "settings")}
-    except (ValueError, KeyError, TypeError):
+        return read_json(path, _report_of, LARGEST_REPORT)
+    except (OSError, DamagedFile):
         target = Target(path.parent, path.name.removesuffix(".report.json"))
         raise DataError(f"{path} is damaged. {_anew(target)}") from None
+
+
+def _report_of(report: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError, KeyError, TypeError, AttributeError."""
+    found = {key: report[key] for key in ("shard", "records", "counts", "ended_early", "sha256", "settings")}
+    numbers = [found["records"], *found["counts"].values()]
+    if any(type(number) is not int or not 0 <= number <= MOST for number in numbers):
+        raise ValueError("no counts")
+    return found
 
 
 def write_report(folder: Path, settings: Settings) -> None:
@@ -208,7 +218,7 @@ def write_report(folder: Path, settings: Settings) -> None:
 def _index(path: Path) -> CodeIndex:
     try:
         return parse_index(path.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         target = Target(path.parent, path.name.removesuffix(".index.json"))
         raise DataError(f"{path} is damaged ({error}). {_anew(target)}") from None
 

@@ -29,7 +29,7 @@ from volunteer_kit.data.code_shards import (
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.encode.folder import Target, other_input
 from volunteer_kit.encode.settings import Settings
-from volunteer_kit.storage import flush, keep_aside, write_whole
+from volunteer_kit.storage import flush, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Part:
         if first is not None and not header.keys() <= first.keys():
             first, good = None, 0
         if first is None and os.fstat(self._tar.fileno()).st_size:
-            self._keep_aside()
+            logger.warning("%s is damaged, so the shard that was begun is made anew.", self._target.journal)
         if first is not None and first != header:
             same = first["settings"] == header["settings"]
             raise other_input(self._target) if same else _other_settings(self._target)
@@ -135,14 +135,6 @@ class Part:
         if first is None:
             self._journal.write(_line(header))
             self._journal.flush()
-
-    def _keep_aside(self) -> None:
-        """How far a part is good, its journal says; a part with a damaged one is not written over. Raises OSError."""
-        for path in (self._target.part, self._target.journal):
-            logger.warning("The journal of %s is damaged, so the shard is made anew.%s", path, keep_aside(path))
-        self._tar.close()
-        self._journal.close()
-        self._tar, self._journal = _open(self._target.part), _open(self._target.journal)
 
     def _note(self, record: bytes, key: str) -> None:
         self.records += 1

@@ -260,6 +260,8 @@ class Host:
                 self._say(f"{news.name} is up again.")
         elif news.kind == "restarting":
             self._say(news.text)
+        elif news.kind == "warning":
+            self._say(f"{news.name}: {news.text}")
         elif news.kind == "failing":
             self._failing.add(news.name)
             if news.name == parts.PEER and not self._addresses:

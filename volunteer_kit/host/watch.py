@@ -45,8 +45,8 @@ class Part(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a watch tells. kind: ready, restarting, failing (it is tried only now and then), stop (a signal; of no
-    part)."""
+    """What a watch tells. kind: ready, restarting, failing (it is tried only now and then), warning (of the part
+    itself; it goes on), stop (a signal; of no part)."""
 
     kind: str
     name: str = ""
@@ -231,6 +231,9 @@ class Watch:
                     self._up_at, self.ready = time.monotonic(), said["ready"]
                     self._is_up = self._was_up = True
                     self._tell(News("ready", self.part.name))
+                elif isinstance(said.get("warning"), str):
+                    self._tell(News("warning", self.part.name, said["warning"]))
+                    self._log.write(said["warning"].encode() + b"\n")
                 elif isinstance(said.get("error"), str):
                     self._error = f"says: {said['error'].partition(chr(10))[0][:300]}"
                     self._log.write(said["error"].encode() + b"\n")

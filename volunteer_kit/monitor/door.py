@@ -80,6 +80,7 @@ def monitor_run(
             config, home, _keys(config, home, keys), addresses,
             push_to=push_to, token=token, tracker=found, checkpoint_every=checkpoint_every,
             on_broken=lambda why: end_program(lambda: _say_broken(why, say), 1),
+            say=say,
         )  # fmt: skip
         stop = _Stop()
         peer = monitor.member.peer

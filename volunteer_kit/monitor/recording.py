@@ -99,8 +99,11 @@ class Recorder:
 
     def _write(self, row: dict[str, Any]) -> None:
         line = json.dumps(row, allow_nan=False) + "\n"
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(line)
+        with open(self._path, "ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else f"\n{line}"  # the last one was cut off
+            file.write(line.encode())
             size = file.tell()
         if size > FILE_LIMIT:
             os.replace(self._path, self._path.with_name("metrics.1.jsonl"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class Monitor:
         metrics.jsonl
     :param checkpoint_every: epochs; the same on all monitors of a run, ten or more where states are signed
     :param on_broken: as of Member
+    :param say: gets a line of JSON, {"warning": words}, for the host's screen
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Monitor:
         tracker: Tracker | None = None,
         checkpoint_every: int = CHECKPOINT_EVERY,
         on_broken: Callable[[str], None],
+        say: Callable[[str], None] = lambda line: None,
     ):
-        self.run, self._home, self._every = run, home, checkpoint_every
+        self.run, self._home, self._every, self._say = run, home, checkpoint_every, say
         self._new_bans: deque[BanList] = deque(maxlen=1)
         self._disbelief = Disbelief()
         self.member = Member(run, home, keys, addresses, self._note_refusal, self._new_bans.append, on_broken)
@@ -75,7 +78,7 @@ class Monitor:
         run, member, path = self.run, self.member, self._home.path
         self.notes = Notes(path / "journal.sqlite")
         self._bans = Bans(path / "bans.json", run.run_id, self.notes)
-        self.kept = KeptStates(path, self.notes.warn)
+        self.kept = KeptStates(path, self._warn_host)
         self._resume()
         member.optimizer.state_averager.signed = deque(self.kept.roots)
         member.join()
@@ -115,7 +118,12 @@ class Monitor:
         for one in reversed(self.kept.all):
             if self.member.resume(self.kept.checkpoints / one.checkpoint):
                 return
-            self.notes.warn(f"The checkpoint of step {one.epoch} in {self.kept.checkpoints} cannot be used.")
+            self._warn_host(f"The checkpoint of step {one.epoch} in {self.kept.checkpoints} cannot be used.")
+
+    def _warn_host(self, text: str) -> None:
+        """Into the journal, the log, and onto the host's screen."""
+        self.notes.warn(text)
+        self._say(json.dumps({"warning": text}))
 
     def _note_refusal(self, peer_id: str, why: str) -> None:
         self._disbelief.note(peer_id, why, self.member.optimizer.state_averager.refused_for_distance)
