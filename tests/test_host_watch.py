@@ -76,7 +76,8 @@ def test_a_parts_warning_is_told_and_logged(watch, tmp_path):
     """Such as a list of checkpoints that was damaged: nobody reads a log while all goes well."""
     one = watch("import time\nprint('{\"warning\": \"a list was damaged\"}', flush=True)\ntime.sleep(100)\n")
     assert one.news.get(timeout=20) == News("warning", "part", "a list was damaged")
-    until(lambda: "a list was damaged" in (tmp_path / "logs" / "part.log").read_text(), "not in the log")
+    log = tmp_path / "logs" / "part.log"
+    until(lambda: log.exists() and "a list was damaged" in log.read_text(), "not in the log")
 
 
 def test_the_parts_own_reason_is_told(watch):
