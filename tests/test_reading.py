@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.damage import JSON, aside
 from volunteer_kit.data.leases import Lease
 from volunteer_kit.data.ledger import Applied, Ledger
 from volunteer_kit.data.source import SampleName
@@ -109,6 +110,17 @@ def test_a_damaged_state_is_told_and_reading_begins_anew(reading, damage, tmp_pa
     (tmp_path / "stream.json").write_text(damage)
     after, told = reading()
     assert "cannot be told" in told[0]["message"] and after.next_batch(8).names == expected
+
+
+@pytest.mark.parametrize("damage", JSON.values(), ids=list(JSON))
+def test_however_a_state_is_damaged_it_is_kept_aside_and_reading_goes_on(reading, damage, tmp_path):
+    before, _ = reading()
+    before.applied(report(before.next_batch(4)))
+    damage(tmp_path / "stream.json")
+    after, told = reading()
+    [kept] = aside(tmp_path / "stream.json")
+    assert [one["kind"] for one in told] == ["stream"] and str(kept) in told[0]["message"]
+    assert after.next_batch(4).names
 
 
 def test_a_full_disk_is_told_once(reading, tiny_disk):

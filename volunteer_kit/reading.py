@@ -88,8 +88,8 @@ class Reading:
         except FileNotFoundError:
             return
         except DamagedFile as error:
-            message = f"How far the data had been read is not known from {self._path} ({error.reason}): it begins anew."
-            self._emit("warning", kind="stream", message=message + keep_aside(self._path))
+            text = f"How far the data had been read cannot be told from {self._path} ({error.reason}); it begins anew."
+            self._emit("warning", kind="stream", message=text + keep_aside(self._path))
 
     def _take(self, saved: dict) -> None:
         if saved["fingerprint"] == self._fingerprint:
