@@ -193,7 +193,7 @@ def report(console: Console, faults: list[Fault], lost: int, manual: int, counte
 
 
 if __name__ == "__main__":
-    from benchmarks.descendants import end_descendants_with_us
+    from benchmarks.netlab_parts.descendants import end_descendants_with_us
 
     end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

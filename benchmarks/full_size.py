@@ -297,7 +297,7 @@ def report(console: Console, peers: list[Peer], figures: dict) -> int:
 
 
 if __name__ == "__main__":
-    from descendants import end_descendants_with_us
+    from netlab_parts.descendants import end_descendants_with_us
 
     end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

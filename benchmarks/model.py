@@ -236,7 +236,7 @@ def table(rows: list[dict], title: str) -> Table:
 
 
 if __name__ == "__main__":
-    from descendants import end_descendants_with_us
+    from netlab_parts.descendants import end_descendants_with_us
 
     end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.descendants import without_mark
+from benchmarks.netlab_parts.descendants import without_mark
 from benchmarks.netlab_parts.kernel import NoNetlab, enter, ip, run, works
 from benchmarks.netlab_parts.relay import Wire
 
@@ -225,7 +225,7 @@ class Netlab:
 
 
 if __name__ == "__main__":
-    from benchmarks.descendants import end_descendants_with_us
+    from benchmarks.netlab_parts.descendants import end_descendants_with_us
 
     end_descendants_with_us()
     from benchmarks.netlab_parts.check import main

@@ -106,7 +106,7 @@ def main(quick: bool) -> int:
 
 
 if __name__ == "__main__":
-    from descendants import end_descendants_with_us
+    from netlab_parts.descendants import end_descendants_with_us
 
     end_descendants_with_us()
     parser = argparse.ArgumentParser(description=__doc__)

@@ -203,7 +203,7 @@ def table(lines: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    from benchmarks.descendants import end_descendants_with_us
+    from benchmarks.netlab_parts.descendants import end_descendants_with_us
 
     end_descendants_with_us()
     sys.exit(main())

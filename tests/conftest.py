@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.descendants import end_descendants_with_us
+from benchmarks.netlab_parts.descendants import end_descendants_with_us
 
 end_descendants_with_us()  # peers, hosts and servers, however this process ends
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.descendants import NAME
+from benchmarks.netlab_parts.descendants import NAME
 
 ROOT = Path(__file__).parents[1]
 PARENT = r"""
 import json, subprocess, sys, time
 from pathlib import Path
-from benchmarks.descendants import end_descendants_with_us
+from benchmarks.netlab_parts.descendants import end_descendants_with_us
 end_descendants_with_us()
 from tests.local_swarm import LocalPeer
 peer = LocalPeer(Path(sys.argv[1]))
@@ -42,5 +42,6 @@ def test_all_that_a_killed_test_has_started_ends_with_it(tmp_path):
 
 def test_this_very_test_has_such_a_watcher():
     """The conftest's: every process that any test starts carries the mark."""
-    watchers = [child for child in psutil.Process().children() if "benchmarks.descendants" in child.cmdline()]
-    assert os.environ[NAME].startswith(f"{os.getpid()}-") and any(os.environ[NAME] in w.cmdline() for w in watchers)
+    commands = [child.cmdline() for child in psutil.Process().children()]
+    watchers = [command for command in commands if "benchmarks.netlab_parts.descendants" in command]
+    assert os.environ[NAME].startswith(f"{os.getpid()}-") and any(os.environ[NAME] in words for words in watchers)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.descendants import end_descendants_with_us
+from benchmarks.netlab_parts.descendants import end_descendants_with_us
 from benchmarks.netlab_parts.kernel import NoNetlab
 from volunteer_kit.run_reader import RunError
 

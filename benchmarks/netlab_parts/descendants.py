@@ -27,12 +27,12 @@ def end_descendants_with_us() -> None:
     """From now on; a process that is itself marked gives its own descendants a mark of their own."""
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.descendants", str(os.getpid()), mark],
+        [sys.executable, "-m", "benchmarks.netlab_parts.descendants", str(os.getpid()), mark],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # who reads our output waits until all have closed it
         stderr=subprocess.DEVNULL,
         env=without_mark(),
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         start_new_session=True,  # Ctrl-C is not for it
     )
     os.environ[NAME] = mark
