@@ -255,7 +255,7 @@ def test_a_writer_is_charged_for_what_it_writes(open_node):
         and storage.bytes_of(B)
         and storage.bytes_of(dora) + storage.bytes_of(B) == (storage.total_bytes)
     )
-    asyncio.run(flood(open_node, dora, 400))
+    asyncio.run(flood(open_node, dora, 600))
     assert storage.bytes_of(dora) <= storage.bounds.per_writer
     assert store(open_node, of(C.to_bytes()), b"\x03", 60.0, by=C)
 
