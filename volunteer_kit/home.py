@@ -229,14 +229,17 @@ def _totals_of(saved: Any) -> Totals:
 def open_log(path: Path) -> io.FileIO:
     """To append to. What has grown too long loses its beginning first; where nothing can be written it goes nowhere."""
     try:
-        _cut(path)
+        cut_log(path)
         return io.FileIO(path, "a")
     except OSError:
         return io.FileIO(os.devnull, "a")
 
 
-def _cut(path: Path) -> None:
-    """Within the file itself: a full disk has no room for another."""
+def cut_log(path: Path) -> None:
+    """Take the beginning off a log that has grown longer than MAX_LOG, also while it is appended to. Raises OSError.
+
+    It is done within the file itself: a full disk has no room for another.
+    """
     if not path.is_file() or path.stat().st_size <= MAX_LOG:
         return
     with path.open("r+b") as log:

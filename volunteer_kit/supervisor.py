@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from volunteer_kit.home import open_log
+from volunteer_kit.home import cut_log, open_log
 from volunteer_kit.process_group import kill_all, start, wait_for_exit
 from volunteer_kit.training.protocol import BROKEN, OFFLINE, RENEW, FinishAt, Leave, WorkerSpec, parse_event
 from volunteer_kit.worker_end import WorkerEnd
@@ -26,6 +26,7 @@ Event = dict[str, Any]
 
 QUEUE_LIMIT = 10_000  # events; beyond it the frequent ones are dropped, for a caller that never reads
 LINE_LIMIT = 2**20  # bytes; longer output is no event
+LOG_LOOK = 60.0  # s between two looks at the log's length
 LOGGED = 2000  # bytes of a line of output that is no event
 MAX_BACKOFF = 60.0  # s
 SIGTERM_GRACE = 5.0  # s between SIGTERM and SIGKILL
@@ -261,8 +262,13 @@ class Supervisor:
     def _read(self, process: subprocess.Popen[bytes], log: io.FileIO) -> None:
         """Events of one worker into the queue; runs in a thread of its own until the worker's stdout ends."""
         assert process.stdout is not None
+        look_at = time.monotonic() + LOG_LOOK
         with open(process.stdout.fileno(), "rb", closefd=False) as lines, process.stdout:
             while line := lines.readline(LINE_LIMIT):
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + LOG_LOOK
+                    with suppress(OSError):
+                        cut_log(self.log_path)
                 try:
                     event = parse_event(line.decode(errors="replace"))
                 except (RecursionError, TypeError):  # json's answer to [[[[...
