@@ -215,6 +215,8 @@ class HubSource:
 class _Connections(Session):
     """One for all files of a source; the token goes to the Hub alone, not to the stores it sends us on to."""
 
+    # Overrides: auth
+
     def __init__(self, addresses: AddressPolicy) -> None:
         super().__init__(addresses)
         self.auth = _sign

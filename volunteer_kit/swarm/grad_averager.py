@@ -33,7 +33,7 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
     that is not finite loses itself only, not what was accumulated before.
     """
 
-    # Overrides: keeps_left_over, lost_parts_are_zero
+    # Overrides: keeps_left_over, lost_parts_are_zero, role
 
     local_weight_accumulated: float = 0.0
     _left_over: LeftOver | None = None  # in the averager's process

@@ -67,7 +67,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
     its own steps are in it.
     """
 
-    # Overrides: _agreed_at, _lineage
+    # Overrides: _agreed_at, _lineage, role
 
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
     role = "The process that shares the training state"
