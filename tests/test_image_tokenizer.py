@@ -100,6 +100,7 @@ def test_files_that_are_no_tokenizer_are_told(tmp_path):
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # not mapped to the file
     header = {"patch_vq": model.config.model_dump_json()}
     wrong_size = {"patch_vq": json.dumps({**model.config.model_dump(), "num_codes": 9})}
+    endless = {"patch_vq": json.dumps({**model.config.model_dump(), "encoder_blocks": 10**9})}  # to build takes days
     infinite = {**tensors, "codebook": tensors["codebook"] * float("inf")}
     cases = {
         "cut": lambda: path.write_bytes(path.read_bytes()[:-10]),
@@ -107,6 +108,7 @@ def test_files_that_are_no_tokenizer_are_told(tmp_path):
         "no config": lambda: save_file(tensors, path),
         "not json": lambda: save_file(tensors, path, metadata={"patch_vq": "{"}),
         "other shapes": lambda: save_file(tensors, path, metadata=wrong_size),
+        "blocks without end": lambda: save_file(tensors, path, metadata=endless),
         "a tensor missing": lambda: save_file({"codebook": tensors["codebook"]}, path, metadata=header),
         "not finite": lambda: save_file(infinite, path, metadata=header),
     }

@@ -142,6 +142,9 @@ def test_what_it_cannot_code_is_refused():
         (dict(double_z=True), "double_z"),
         (dict(out_ch=1), "out_ch"),
         (dict(width=1), "Extra inputs"),
+        (dict(num_res_blocks=10**9), "less than or equal to 16"),
+        (dict(n_embed=2**40), "less than or equal to 1048576"),
+        (dict(attn_resolutions=(8,) * 11), "at most 10 items"),
     ],
 )
 def test_impossible_configs_are_refused_in_words(changes, says):

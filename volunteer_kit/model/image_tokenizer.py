@@ -37,18 +37,19 @@ class ImageTokenizerError(OSError):
 
 
 class PatchVQConfig(BaseModel):
-    """The shape of a PatchVQ."""
+    """The shape of a PatchVQ. A file of a stranger says it before its weights are looked at, so it is bounded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    image_size: int = Field(32, gt=0)  # pixels a side
-    fmap: int = Field(8, gt=0)  # codes a side
-    num_codes: int = Field(128, gt=1)
-    code_dim: int = Field(16, gt=0)
-    hidden: int = Field(64, gt=0)
-    encoder_blocks: int = Field(1, ge=0)
-    encoder_reach: int = Field(0, ge=0)  # patches around its own that a code may look at, for each encoder block
-    decoder_blocks: int = Field(2, ge=0)
+    image_size: int = Field(32, gt=0, le=8192)  # pixels a side
+    fmap: int = Field(8, gt=0, le=1024)  # codes a side
+    num_codes: int = Field(128, gt=1, le=2**20)
+    code_dim: int = Field(16, gt=0, le=2**16)
+    hidden: int = Field(64, gt=0, le=2**16)
+    encoder_blocks: int = Field(1, ge=0, le=64)
+    # patches around its own that a code may look at, for each encoder block
+    encoder_reach: int = Field(0, ge=0, le=1024)
+    decoder_blocks: int = Field(2, ge=0, le=64)
 
     @property
     def patch(self) -> int:

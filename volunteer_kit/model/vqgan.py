@@ -24,18 +24,19 @@ PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
 
 
 class VqganConfig(BaseModel):
-    """The shape of a Vqgan, in taming's words; the defaults are those of the published f8 Gumbel model."""
+    """The shape of a Vqgan, in taming's words; the defaults are those of the published f8 Gumbel model. A file of a
+    stranger says it before its weights are looked at, so it is bounded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    resolution: int = Field(256, gt=0)  # pixels a side
-    ch: int = Field(128, gt=0)  # channels of the first level
+    resolution: int = Field(256, gt=0, le=8192)  # pixels a side
+    ch: int = Field(128, gt=0, le=2**16)  # channels of the first level
     ch_mult: tuple[int, ...] = Field((1, 1, 2, 4), min_length=1, max_length=10)  # each level halves the side
-    num_res_blocks: int = Field(2, gt=0)
-    attn_resolutions: tuple[int, ...] = (32,)  # sides at which the levels attend
-    z_channels: int = Field(256, gt=0)
-    embed_dim: int = Field(256, gt=0)
-    n_embed: int = Field(8192, gt=1)
+    num_res_blocks: int = Field(2, gt=0, le=16)
+    attn_resolutions: tuple[int, ...] = Field((32,), max_length=10)  # sides at which the levels attend
+    z_channels: int = Field(256, gt=0, le=2**16)
+    embed_dim: int = Field(256, gt=0, le=2**16)
+    n_embed: int = Field(8192, gt=1, le=2**20)
     in_channels: Literal[3] = 3
     out_ch: Literal[3] = 3
     double_z: Literal[False] = False
