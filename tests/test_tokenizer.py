@@ -85,6 +85,18 @@ def test_a_file_that_is_no_tokenizer(tmp_path):
         load_tokenizer(f"file:{tmp_path / 'x.json'}")
 
 
+@pytest.mark.parametrize("model", ["WordLevel", "WordPiece"])
+def test_a_tokenizer_that_fails_at_words_it_does_not_know_is_refused(model, tmp_path):
+    """Else the first caption with such a word would end the reading of data."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer(getattr(tokenizers.models, model)({"red": 0}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"fails at words that it does not know[^\n]*\n1\. .*unk_token"):
+        load_tokenizer(f"file:{tmp_path / 'tokenizer.json'}")
+
+
 def test_without_a_network_the_hub_says_what_to_do(tmp_path):
     code = "from volunteer_kit.data.tokenizer import load_tokenizer; load_tokenizer('hub:t5-small')"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

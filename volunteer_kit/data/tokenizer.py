@@ -17,6 +17,7 @@ PAD = 0
 MAX_FILE = 128 * 2**20  # bytes of a tokenizer.json; the largest known have some 35 MB
 MAX_CAPTION = 4000  # characters; what comes after never fits a model's text length
 LONGEST_REMEMBERED = 32  # characters of a word whose tokens are kept
+STRANGE = "\ue000 qzЖ猫7 \U0010fffd"  # words that hardly a vocabulary has
 
 
 class Tokenizer(Protocol):
@@ -114,11 +115,24 @@ class HubTokenizer:
         pads = {self._tokenizer.token_to_id(token) for token in ("<pad>", "[PAD]", "<|pad|>")}
         self._shift = 0 if PAD in pads else 1
         self.vocab_size = self._tokenizer.get_vocab_size() + self._shift
+        try:
+            self._ids(STRANGE)
+        except Exception as error:  # the Rust binding raises plain Exception
+            raise DataError(
+                f"The text tokenizer {name}: {path} fails at words that it does not know ({error}).\n"
+                "1. Give its model a token for them (unk_token), or name another tokenizer."
+            ) from error
 
     def encode(self, caption: str, length: int) -> list[int]:
-        text = caption[:MAX_CAPTION].encode("utf-8", "replace").decode()  # lone surrogates would raise
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._ids(caption[:MAX_CAPTION])
+        except Exception:  # of words that are stranger still: the picture counts without its caption
+            ids = []
         return ([i + self._shift for i in ids[:length]] + [PAD] * length)[:length]
+
+    def _ids(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates would raise
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         for i in ids:
