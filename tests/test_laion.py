@@ -55,6 +55,8 @@ def test_patterns(tmp_path):
         ("file:///etc/x.tar", "not from file"),
         ("x{0..9999999999}.tar", "more than 1000000"),
         ("x{0..9999}{0..9999}.tar", "more than 1000000"),
+        ("x" * 2001, "too long"),
+        ("x{a,b}{a,b}{a,b}{a,b}{a,b}.tar", "too long: 2000 characters and 4 braces at most"),
         ("x{0..2.tar", "cannot be read"),
     ],
 )
@@ -64,6 +66,11 @@ def test_patterns_that_make_no_sense(pattern, message, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=message):
         expand_shards(pattern)
     assert time.monotonic() - started < 1 and not list(tmp_path.iterdir())
+
+
+def test_names_that_would_fill_the_memory_are_not_written_out():
+    with pytest.raises(DataError, match="characters together"):
+        expand_shards(f"https://host/{{0..999999}}/{'x' * 1900}.tar")
 
 
 def test_a_catalogue_is_the_same_wherever_its_shards_lie():

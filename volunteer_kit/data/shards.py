@@ -22,6 +22,9 @@ from .local_files import kind_of, list_files, open_regular
 from .source import Limits, ShardError
 
 MAX_SHARDS = 1_000_000  # a run file may not expand to more
+MAX_PATTERN = 2000  # characters; an address with a long access token has a thousand
+MAX_BRACES = 4  # in one pattern; each more makes every name slower to write out
+MAX_NAMES = 2**27  # characters of all names together, which stay in memory
 
 
 def expand_shards(patterns: str | Sequence[str]) -> list[str]:
@@ -31,8 +34,12 @@ def expand_shards(patterns: str | Sequence[str]) -> list[str]:
     cannot be read; a single missing file is not looked for here.
     """
     found: list[str] = []
+    left = MAX_NAMES
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         for name in each_name(pattern):
+            left -= len(name)
+            if left < 0:
+                raise DataError(f"The names of the shards have more than {MAX_NAMES} characters together: name fewer.")
             found.extend(_places(name, pattern))
             if len(found) > MAX_SHARDS:
                 raise DataError(f"{pattern!r} stands for more than {MAX_SHARDS} shards: name fewer.")
@@ -47,6 +54,11 @@ def expand_shards(patterns: str | Sequence[str]) -> list[str]:
 
 def each_name(pattern: str) -> Iterator[str]:
     """A pattern's names, its braces expanded; nothing is looked for. Raises DataError."""
+    if len(pattern) > MAX_PATTERN or pattern.count("{") > MAX_BRACES:
+        raise DataError(
+            f"The pattern {pattern[:100]!r} is too long: {MAX_PATTERN} characters and {MAX_BRACES} braces at most.\n"
+            "1. Write it as several patterns, one a line."
+        )
     total = 1
     for low, high in re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern):
         total *= abs(int(high) - int(low)) + 1
