@@ -63,6 +63,7 @@ MISTAKES = [
     ("  level: 1", "  levle: 1", "levle", ["'data'", "level"]),
     ("  warmup_epochs: 10", "  warmup: 10", "warmup", ["'optimizer'", "warmup_epochs"]),
     ("  preset: tiny", "  preset: tny", "model", ["'tny'", "tiny", "original"]),
+    ("  preset: tiny", "  preset: [tiny]", "model", ["['tiny']", "tiny", "original"]),
     ("target_batch_size: 256", "target_batch_size: many", "target_batch_size", ["'many'", "integer"]),
     ("target_batch_size: 256", "target_batch_size: 0", "target_batch_size", ["greater than or equal to 1"]),
     ("seed: 0", "seed: -1", "seed", ["greater than or equal to 0"]),
@@ -90,6 +91,12 @@ def test_a_mistake_is_told_with_its_line_and_its_fix(tmp_path, old, new, key, wo
     assert f"line {line_of(text, key + ':')}:" in message
     for word in [*words, "Fix:"]:
         assert word in message
+
+
+@pytest.mark.parametrize("value", ["5", "1.0e+308", "[a]", "true"])
+def test_a_model_that_is_no_section_is_told(tmp_path, value):
+    text = (RUN_FILES / "demo.yaml").read_text().replace("model: tiny", f"model: {value}")
+    assert re.search(r"line \d+: model is .*dictionary.*\n  Fix: ", refused(tmp_path, text))
 
 
 def test_a_misspelt_key_is_not_told_as_missing_too(tmp_path):

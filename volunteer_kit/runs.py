@@ -94,11 +94,13 @@ class RunConfig(BaseModel):
     def _preset(cls, value: Any) -> Any:
         if isinstance(value, DalleConfig):
             return value
+        if value is not None and not isinstance(value, (str, dict)):
+            return value  # pydantic says what is wrong with it
         fields: dict[Any, Any] = {"preset": value} if isinstance(value, str) else dict(value or {})
         name = fields.pop("preset", None)
         if name is None:
             return fields
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             known = ", ".join(sorted(PRESETS))
             fix = f"use one of {known}, or write its fields"
             raise impossible("", f"there is no model preset {name!r}", fix)
