@@ -4,6 +4,7 @@
 #   make test        the tests (minutes); make test-slow: the long ones; make test-tpu: with torch_xla (7 GB, once)
 #   make test-transformers-4   what tests the Trainer, with the last transformers 4
 #   make check       ruff and the floors of the house (import-linter)
+#   make fuzz SECONDS=60 TARGET=tar   fuzz each decoder of others' bytes, or one, for so many seconds (tests/fuzz)
 #   make bench       every benchmark, one after another
 
 VENV ?= .venv
@@ -13,12 +14,14 @@ STAMP = $(VENV)/.installed
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.5' || echo 'torch==2.13.0')
 DEMO ?=
 TEST ?=
+SECONDS ?= 60
+TARGET ?=
 # Two files of tests at a time: tests of swarms wait more than they compute. TEST="-n 0 ..." for one, TEST=... for some.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install demo test test-slow test-tpu test-transformers-4 check bench clean
+.PHONY: install demo test test-slow test-tpu test-transformers-4 check fuzz bench clean
 
 install: $(STAMP)
 
@@ -54,6 +57,9 @@ test-transformers-4: install
 check: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports --no-logo --no-cache
+
+fuzz: install
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m tests.fuzz --seconds $(SECONDS) $(addprefix --target ,$(TARGET))
 
 bench: install
 	@ls benchmarks/*.py >/dev/null 2>&1 || { echo "No benchmark is here yet."; exit 0; }; \
