@@ -217,7 +217,7 @@ def test_a_worker_refuses_what_was_smuggled_past_its_parent(server, private):
     values = linked(server).dumped_for_worker()
     values["data"]["shards"] = str(private / "photos.tar")
     with pytest.raises(RunError, match="no files of this machine"):
-        Session(WorkerSpec(run=values), lambda *args, **fields: None)
+        Session(WorkerSpec(run=values), lambda *args, **fields: None, on_broken=lambda why: None)
 
 
 @pytest.mark.parametrize(
