@@ -233,9 +233,9 @@ def test_a_record_that_another_signed_is_not_heard(peers, tmp_path):
         for value in ({**everything, "peer_id": P2P.__name__.encode()}, {"held": "all"}, {b"x": 1}, 7):
             assert stranger.dht.store(key, value, time.time() + 100, subkey=signer.local_public_key)
         for place in (key, "test_places"):
-            assert stranger.dht.store(place, {b"x": 1}, time.time() + 100, subkey=b"nobody")
+            assert not stranger.dht.store(place, {b"x": 1}, time.time() + 100, subkey=b"nobody"), "a name of no peer"
         assert a.ask(do="where", epoch=0, place=0)["result"] == [0, 0]
-        assert stranger.dht.store(key, {**everything, "peer_id": b"x"}, time.time() + 100, subkey=b"unsigned")
+        assert not stranger.dht.store(key, {**everything, "peer_id": b"x"}, time.time() + 100, subkey=b"unsigned")
         assert claim(a)[2:4] == [0, 2]
     finally:
         stranger.shutdown()
