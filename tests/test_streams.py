@@ -13,7 +13,7 @@ from hivemind.proto import dht_pb2
 from volunteer_kit.swarm.streams import BoundedP2P, StreamBounds, fitting_bounds
 
 HANDLER = "echo"
-SMALL = StreamBounds(0.5, 0.5, 0.5, longest_message=100_000, per_peer=8, silent=4, total=10)
+SHORT = StreamBounds(600, 0.5, 0.5, longest_message=100_000, per_peer=8, silent=4, total=10)
 LONG = StreamBounds(600, 600, 600, longest_message=100_000, per_peer=8, silent=6, total=10)
 
 
@@ -71,10 +71,11 @@ async def open_streams(host: BoundedP2P, count: int) -> None:
 
 def test_a_stream_that_says_nothing_is_closed():
     async def story():
-        async with swarm(SMALL) as (host, [guest]):
+        async with swarm(LONG._replace(first_message_within=0.5)) as (host, [guest]):
             reader, writer = await opened(guest, host)
             assert await ends(reader)
             await open_streams(host, 0)
+            host.streams.bounds = LONG
             assert await call(guest, host, b"a", b"b") == [b"a", b"b"]
             writer.close()
 
@@ -83,7 +84,7 @@ def test_a_stream_that_says_nothing_is_closed():
 
 def test_a_message_that_drips_is_cut_off():
     async def story():
-        async with swarm(SMALL) as (host, [guest]):
+        async with swarm(SHORT) as (host, [guest]):
             reader, writer = await opened(guest, host)
             word = dht_pb2.FindRequest(keys=[b"x"])
             await P2P.send_protobuf(word, writer)
@@ -97,7 +98,7 @@ def test_a_message_that_drips_is_cut_off():
 
 def test_a_stream_may_be_idle_between_messages():
     async def story():
-        async with swarm(SMALL) as (host, [guest]):
+        async with swarm(SHORT) as (host, [guest]):
             resumed = asyncio.Event()
 
             async def requests() -> AsyncIterator[dht_pb2.FindRequest]:
@@ -107,7 +108,7 @@ def test_a_stream_may_be_idle_between_messages():
 
             stream = await guest.iterate_protobuf_handler(host.peer_id, HANDLER, requests(), dht_pb2.FindRequest)
             assert (await stream.__anext__()).keys == [b"a"]
-            await asyncio.sleep(3 * SMALL.first_message_within)  # longer than any deadline
+            await asyncio.sleep(3 * SHORT.message_within)  # longer than a message may take
             resumed.set()
             assert (await stream.__anext__()).keys == [b"b"]
 
@@ -161,7 +162,7 @@ def test_a_peer_has_so_many_streams_and_no_more():
 
 def test_a_peer_that_does_not_take_its_answers_is_hung_up_on():
     async def story():
-        async with swarm(SMALL) as (host, [guest]):
+        async with swarm(SHORT) as (host, [guest]):
             _, writer = await opened(guest, host)
 
             async def ask_on() -> None:  # until all buffers on the way are full
@@ -179,7 +180,7 @@ def test_a_peer_that_does_not_take_its_answers_is_hung_up_on():
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_stream_ends_with_its_handler_whatever_its_caller_still_sends(fails):
     async def story():
-        async with swarm(SMALL) as (host, [guest]):
+        async with swarm(SHORT) as (host, [guest]):
 
             async def one_word(requests, context):
                 async for _ in requests:
