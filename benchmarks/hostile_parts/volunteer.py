@@ -12,6 +12,8 @@ from benchmarks.hostile_parts.processes import HonestPeer, limit_files
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.training.protocol import WorkerSpec
 
+BATCH = 16  # samples; larger ones, which the tuner tries while it trains, would be taken for memory that attacks cost
+
 
 class Volunteer:
     """Its events are read in a thread; times are monotonic.
@@ -27,6 +29,7 @@ class Volunteer:
         spec = WorkerSpec(
             run=run, name=self.name, initial_peers=peers, home=str(self.home), hf_token=token, peer_seed=number,
             host_maddrs=[f"/ip4/127.0.0.1/tcp/{lasting_port()}"], client_mode=False, peers_on_machine=3, threads=1,
+            batch_size=BATCH,
         )  # fmt: skip
         self.identity = self.home / "identity.key"
         spec.identity_path = str(self.identity)
