@@ -236,7 +236,7 @@ def test_join_runs(tmp_path):
     """As a machine would run it that presses no buttons: the terms are accepted in the call, and a cap ends it."""
 
     def edit(code: str) -> str:
-        return code.replace("join_swarm(RUN)", "join_swarm(RUN, accept_terms=True, max_hours=1 / 60)\ncontribution")
+        return code.replace("join_swarm(RUN)", "join_swarm(RUN, accept_terms=True, max_hours=1 / 30)\ncontribution")
 
     execute("join.ipynb", tmp_path, edit, {"VOLUNTEER_KIT_HOME": str(tmp_path / "home")})
     text = str(outputs(tmp_path, "join.ipynb"))
