@@ -1,4 +1,4 @@
-"""What can strangers, members, run files and faults of the machine do to honest peers?
+"""Attack live runs as strangers, members, run files and faults of the machine would, and count the harm.
 
     python benchmarks/hostile.py                     all attacks; ten minutes on two cores where nothing breaks
     python benchmarks/hostile.py --quick             one of each kind, two to three minutes
@@ -18,8 +18,8 @@ time in which a living process gave no answer, less what the same was in the qui
 while it lasted). worst_recovery_s: from a kill until all processes are there again, answer, and the peer's samples
 count. authority_503_s: the longest time in which an honest browser got nothing from the authority or the dashboard.
 
-Exit code 0: the bounds are kept. Everything is on loopback and in one temporary folder. What an honest process may have
-open is limited to 2,048 files, as on some systems; training is niced, for in life each device has cores of its own.
+Exit code 0: the bounds are kept. Everything is on loopback and in one temporary folder. An honest process may have
+2,048 files open, as on some systems; training is niced, for in life each device has cores of its own.
 """
 
 from __future__ import annotations

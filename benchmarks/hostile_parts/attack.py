@@ -49,7 +49,7 @@ class Attack:
 
 @dataclass
 class Outcome:
-    """What an attack did to the honest peers; s and MB."""
+    """The effects of an attack on the honest peers; s and MB."""
 
     attack: Attack
     case: Case

@@ -26,7 +26,7 @@ Words = Callable[[averaging_pb2.JoinRequest], tuple[list[bytes], list[bytes]]]
 
 
 async def nested_words(peer: HostilePeer) -> str:
-    """What a follower tells its leader: nested itself, and in each place of a good entry."""
+    """Messages of a follower to its leader: nested itself, and in each place of a good entry."""
     good, bad = peer.entry(), messages.nested_word()
     places = [bad, messages.nested(), messages.deep_array()]
     places += [b"\x93" + bad + good[-40:], MSGPackSerializer.dumps([100.0, 0, bad])]
@@ -77,7 +77,7 @@ async def lead(peer: HostilePeer, words: Words) -> Lies | None:
 
 
 async def nested_group(peer: HostilePeer) -> str:
-    """What a leader says that the members have told."""
+    """Lists in which a leader passes on what members said."""
     led = await lead(peer, lambda request: ([], [messages.nested_word()]))
     await asyncio.sleep(AFTER)
     return f"followed {led.called['led']} times" if led else "nobody followed"

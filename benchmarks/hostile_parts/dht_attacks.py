@@ -127,7 +127,7 @@ async def many_subkeys(peer: HostilePeer) -> str:
 
 
 async def endless_values(peer: HostilePeer) -> str:
-    """What expires at NaN, at infinity, before it began; in the storage and in the cache."""
+    """Records that expire at NaN, at infinity, before it began; in the storage and in the cache."""
     for index in range(4):
         for expiration in (math.nan, math.inf, -math.inf, 1e308):
             for in_cache in (False, True):

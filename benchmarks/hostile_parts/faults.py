@@ -1,4 +1,4 @@
-"""What happens to a machine by itself: processes that are killed, sockets that a cleaner removes."""
+"""Faults of the machine itself: processes that are killed, sockets that a cleaner removes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Host:
         return self.folder / "run.yaml"
 
     def address(self) -> str:
-        """Of the first peer, in an open run."""
+        """The first peer's address in an open run."""
         return re.search(r"--initial-peers (\S+)", "".join(self.said))[1]
 
     def part(self, word: str) -> int | None:

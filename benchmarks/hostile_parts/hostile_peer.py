@@ -200,7 +200,7 @@ class HostilePeer:
     # --- groups ---
 
     def entry(self, words: Any = None) -> bytes:
-        """What a member tells its group."""
+        """A member's message to its group."""
         return MSGPackSerializer.dumps([100.0, 0, MSGPackSerializer.dumps([words, self.token])])
 
     def join_request(self, gather: bytes, kind: str = GRADIENTS, **more: Any) -> averaging_pb2.JoinRequest:

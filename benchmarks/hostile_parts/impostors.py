@@ -20,7 +20,7 @@ LINGER = 2.0  # s; p2pd resets a stream that is closed by its answering side, an
 
 
 class Lies:
-    """What the handlers answer, and how often each was called.
+    """Answers of the handlers, and how often each was called.
 
     :param find: the results of rpc_find, for a request; None: nothing is found
     :param gathered: of rpc_join_group: ids and words of the group's members, for a request; None: no group

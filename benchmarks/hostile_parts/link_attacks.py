@@ -24,7 +24,7 @@ class {name}(PretrainedConfig):
 
 @dataclass(frozen=True)
 class Scene:
-    """What a trap is set in.
+    """The place in which a trap is set.
 
     :param private: a folder with a shard of the volunteer's own pictures, watched
     :param inner: address of a server that only this machine reaches

@@ -1,4 +1,4 @@
-"""What no honest peer sends: bytes and protobufs, ready to go."""
+"""Bytes and protobufs that no honest peer sends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nested_word(levels: int = LEVELS) -> bytes:
 
 
 def nested_dictionary(levels: int = LEVELS) -> bytes:
-    """What stands under a key with subkeys, with a nested subkey in it."""
+    """A dictionary of the DHT with a nested subkey in it."""
     inner = b"\x93" + msgpack.packb(8) + msgpack.packb(2e9) + b"\x91\x93" + nested_word(levels) + b"\xc4\x01\x01"
     inner += msgpack.packb(2e9)
     return b"\xc9" + struct.pack(">IB", len(inner), DICTIONARY) + inner

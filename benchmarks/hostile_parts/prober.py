@@ -125,7 +125,7 @@ async def newcomer(settings: dict, identity: str, token: str) -> dict:
 
 
 async def protocol_of(p2p: P2P, settings: dict) -> str:
-    """What the run's nodes call their handlers."""
+    """The name by which the run's nodes know their handlers."""
     for name in ("AdmittedDHTProtocol", "DHTProtocol"):
         peer = make(p2p, {**settings, "protocol": name}, bytes.fromhex(settings["token"]))
         await peer.connect()

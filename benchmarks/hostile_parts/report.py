@@ -1,4 +1,4 @@
-"""What outcomes come to: figures and their bounds, a line and a row each."""
+"""Sums of outcomes: figures and their bounds, a line and a row each."""
 
 from __future__ import annotations
 
