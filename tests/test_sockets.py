@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from volunteer_kit.swarm import sockets
+from volunteer_kit.storage import socket_folders
+from volunteer_kit.storage.socket_folders import NEW_PREFIX, PREFIX, SocketFolder
+from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.swarm.children import end_in_words
-from volunteer_kit.swarm.sockets import PREFIX, SocketFolder, SocketGuard
-from volunteer_kit.training.protocol import BROKEN
+from volunteer_kit.swarm.sockets import SocketGuard, SwarmError, make_socket_folder
+from volunteer_kit.training.protocol import BROKEN, WorkerSpec
 from volunteer_kit.worker_end import WorkerEnd
 
 KILLED = """
 import os, signal
-from volunteer_kit.swarm.sockets import SocketFolder
+from volunteer_kit.storage.socket_folders import SocketFolder
 print(SocketFolder().path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -57,23 +59,38 @@ def test_what_a_killed_peer_left_is_removed_by_the_next_and_nothing_else_is(base
     environment = {**os.environ, "TMPDIR": str(base)}
     done = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, env=environment)
     assert done.returncode == -signal.SIGKILL
-    left = Path(done.stdout.strip())
+    left, starting = Path(done.stdout.strip()), base / f"{NEW_PREFIX}one"
+    assert left.is_dir()
+    for folder in (starting, base / "other"):
+        folder.mkdir()
     used = SocketFolder()
-    assert left.is_dir(), "it is young: its owner may be about to lock it"
-    monkeypatch.setattr(sockets, "YOUNG", -1.0)
-    (base / "other").mkdir()
+    assert not left.exists()
+    assert starting.is_dir(), "it is young: its owner may be about to lock it"
+    monkeypatch.setattr(socket_folders, "YOUNG", -1.0)
     (base / f"{PREFIX}link").symlink_to(base / "other")
     later = SocketFolder()
-    assert not left.exists() and used.path.is_dir() and later.path.is_dir()
+    assert not starting.exists() and used.path.is_dir() and later.path.is_dir()
     assert (base / "other").is_dir() and (base / f"{PREFIX}link").is_symlink()
     used.remove()
     later.remove()
 
 
+def test_a_supervisor_removes_what_its_killed_worker_left(base, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "killed_worker.py").write_text(KILLED)
+    spec = WorkerSpec(run={}, name="killed")
+    with Supervisor(spec, log_path=tmp_path / "log", restart=False, module="killed_worker") as supervisor:
+        while supervisor.next_event(timeout=60):
+            pass
+    assert supervisor.exit_code == -signal.SIGKILL and PREFIX in (tmp_path / "log").read_text()
+    assert list(base.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(base, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(base / "gone"))
-    with pytest.raises(sockets.SwarmError, match="export TMPDIR") as told:
-        SocketFolder()
+    with pytest.raises(SwarmError, match="export TMPDIR") as told:
+        make_socket_folder()
     assert told.value.kind == "startup"
 
 

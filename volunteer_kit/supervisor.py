@@ -19,6 +19,7 @@ from typing import Any
 
 from volunteer_kit.home import cut_log, open_log
 from volunteer_kit.process_group import kill_all, start, wait_for_exit
+from volunteer_kit.storage.socket_folders import remove_stale_folders
 from volunteer_kit.training.protocol import BROKEN, OFFLINE, RENEW, FinishAt, Leave, WorkerSpec, parse_event
 from volunteer_kit.worker_end import WorkerEnd
 
@@ -245,6 +246,7 @@ class Supervisor:
                 self._write(Leave().model_dump_json())
             wait_for_exit(process)
             kill_all(process.pid, mark)
+            remove_stale_folders()
             with self._process_lock:
                 self._process = None
             self.exit_code = process.wait()

@@ -16,6 +16,7 @@ from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpo
 from volunteer_kit.demo.state import DemoState
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.runs import RunConfig
+from volunteer_kit.storage.socket_folders import remove_stale_folders
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.training.protocol import WorkerSpec
 
@@ -142,6 +143,7 @@ class DemoSwarm:
         if process is not None:
             kill_all(process.pid, self._mark)
             process.wait()
+            remove_stale_folders()
 
     def _add(self, late: bool = False) -> str:
         index = len(self.supervisors) + 1

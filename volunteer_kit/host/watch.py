@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from volunteer_kit.home import log_end
 from volunteer_kit.host.log import BoundedLog
 from volunteer_kit.process_group import kill_all, wait_for_exit
+from volunteer_kit.storage.socket_folders import remove_stale_folders
 
 # environments are listed by `ps e`, and inherited
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "VOLUNTEER_KIT_DATABASE")
@@ -198,6 +199,7 @@ class Watch:
         wait_for_exit(process)
         late.cancel()
         kill_all(process.pid, own)
+        remove_stale_folders()
         with self._lock:
             self._process = None
         code = process.wait()

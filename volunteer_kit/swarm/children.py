@@ -22,8 +22,9 @@ from typing import Any, NoReturn, Protocol
 
 import psutil
 
+from volunteer_kit.storage.socket_folders import remove_own_folders
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.sockets import SocketGuard, remove_own_folders, sockets_of_multiprocessing
+from volunteer_kit.swarm.sockets import SocketGuard, sockets_of_multiprocessing
 
 LOOK_EVERY = 1.0  # s between looks at the sockets of this process
 ROOT_CAUSE_WITHIN = 0.5  # s after the first death: the process that died of the cause may be seen second

@@ -15,8 +15,9 @@ from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr, protocols
 
+from volunteer_kit.storage.socket_folders import SocketFolder
 from volunteer_kit.swarm.children import LOOK_EVERY, LastWords, end_in_words, socket_lost
-from volunteer_kit.swarm.sockets import SocketFolder, SocketGuard, sockets_of_multiprocessing
+from volunteer_kit.swarm.sockets import SocketGuard, sockets_of_multiprocessing
 
 DAEMON = "The program that carries this peer's connections (p2pd)"
 ENDS_WITHIN = 1.0  # s from the end of its connection to the end of p2pd, if that is why

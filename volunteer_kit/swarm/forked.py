@@ -31,7 +31,7 @@ from volunteer_kit.swarm.daemon_link import DaemonLink
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.log_limits import bound_logs
 from volunteer_kit.swarm.serializer import DecodableValidator, bound_serializer
-from volunteer_kit.swarm.sockets import SocketFolder
+from volunteer_kit.swarm.sockets import make_socket_folder
 from volunteer_kit.swarm.streams import bound_streams
 from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode
 
@@ -175,7 +175,7 @@ class LeanDHT(hivemind.DHT):
     def __init__(self, *args, admission: Admission, record_validators: Iterable[RecordValidatorBase] = (), **kwargs):
         for bound in (bound_serializer, bound_streams, bound_names, bound_logs):
             bound()  # for all processes of this peer: they are forked from here
-        self.admission, self.processes, self.sockets = admission, PeerProcesses(), SocketFolder()
+        self.admission, self.processes, self.sockets = admission, PeerProcesses(), make_socket_folder()
         self.last_words = LastWords()
         validators = [*record_validators, DecodableValidator()]
         super().__init__(*args, record_validators=validators, **{**OPTIONS, **kwargs})
