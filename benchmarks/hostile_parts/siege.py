@@ -138,8 +138,8 @@ class Siege:
     # --- the machine's own faults ---
 
     def _hurt(self, run: SwarmRun, outcome: Outcome) -> None:
-        began = time.monotonic()
         peer = outcome.attack.perform(run)
+        began = time.monotonic()
         outcome.answer = f"done to {peer.name}"
         before, deadline = set(peer.watched.values()), began + RECOVERY
         volunteer = next((one for one in run.volunteers if one.name == peer.name), None)
