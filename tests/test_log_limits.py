@@ -53,6 +53,19 @@ def test_all_of_hivemind_is_bounded_once(hivemind_log):
         assert sum(isinstance(one, RepeatFilter) for one in handler.filters) == 1
 
 
+def test_a_handler_that_another_logger_shares_is_not_bounded_for_it(hivemind_log):
+    _, seen = hivemind_log
+    handler, other = logging.getLogger("hivemind").handlers[-1], logging.getLogger("hivemind_users")
+    bound_logs()
+    other.addHandler(handler)
+    try:
+        for number in range(5 * PER_PLACE):
+            other.warning("line %d", number)
+    finally:
+        other.removeHandler(handler)
+    assert seen == [f"line {number}" for number in range(5 * PER_PLACE)]
+
+
 def test_a_log_is_cut_while_it_is_written(tmp_path):
     path = tmp_path / "worker.log"
     with open_log(path) as log:

@@ -10,13 +10,16 @@ import logging
 import time
 from collections.abc import Callable
 
+LOGGER = "hivemind"
 PER_PLACE = 10  # records of one line of code in WITHIN
 WITHIN = 60.0  # s
 MAX_PLACES = 1024  # lines of code that log; hivemind and ours have some hundred
 
 
 class RepeatFilter(logging.Filter):
-    """Passes a few records of each line of code in a minute, and then one that says how many were left out.
+    """Passes a few records of each line of hivemind's code in a minute, and then one that says how many were left out.
+
+    The records of other packages pass unchanged: a program may give one handler to several loggers.
 
     :param clock: monotonic, s
     """
@@ -28,6 +31,8 @@ class RepeatFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Is it to be logged?"""
+        if record.name.partition(".")[0] != LOGGER:
+            return True
         place, now = (record.pathname, record.lineno), self._clock()
         since, count = self._places.get(place, (now, 0))
         if now - since >= WITHIN:
@@ -42,6 +47,6 @@ class RepeatFilter(logging.Filter):
 
 def bound_logs() -> None:
     """For all that hivemind logs in this process, and in those that it forks."""
-    for handler in logging.getLogger("hivemind").handlers:
+    for handler in logging.getLogger(LOGGER).handlers:
         if not any(isinstance(one, RepeatFilter) for one in handler.filters):
             handler.addFilter(RepeatFilter())
