@@ -59,6 +59,7 @@ def recompute_on(model):
 
 
 CHEATS = multiprocessing.Event()  # the averager's process has it too
+CHEATED = multiprocessing.Value("i", 0)  # how often it has; a reducer that the others give no part to cannot
 
 
 def attack_as(kind: str | None) -> None:
@@ -66,14 +67,34 @@ def attack_as(kind: str | None) -> None:
 
     def flipped(self) -> None:
         honest(self)
-        with self.get_tensors() as tensors:
-            for tensor in tensors if CHEATS.is_set() else ():
-                tensor.neg_()
+        if CHEATS.is_set():
+            with self.get_tensors() as tensors:
+                for tensor in tensors:
+                    tensor.neg_()
+            count_cheat()
 
     if kind == "flip":
         SwarmGradientAverager.load_accumulators_into_averager_ = torch.no_grad()(flipped)
     if kind == "two averages":
         answer_one_otherwise()
+
+
+def count_cheat() -> None:
+    with CHEATED.get_lock():
+        CHEATED.value += 1
+
+
+def negated(reduce):
+    """The rule of a reducer that gives the negative of each average, from when it cheats."""
+
+    def rule(parts, weights):
+        average = reduce(parts, weights)
+        if not CHEATS.is_set():
+            return average
+        count_cheat()
+        return -average
+
+    return rule
 
 
 def answer_one_otherwise() -> None:
@@ -117,7 +138,6 @@ def main() -> None:
     attack_as(settings.get("attack"))
     name = settings.get("rule", "centered_clip")
     honest = rule(name)
-    cheats = settings.get("attack") == "reducer"
     verification = Settings(**settings["verification"]) if "verification" in settings else None
     optimizer = SmallParts(
         peer=peer,
@@ -140,7 +160,7 @@ def main() -> None:
         ),
         params=list(model.parameters()),
         optimizer=lambda params: Lamb(params, lr=2e-2),
-        reduce=(lambda parts, weights: honest(parts, weights) * (-1 if cheats and CHEATS.is_set() else 1)),
+        reduce=negated(honest) if settings.get("attack") == "reducer" else honest,
     )
     optimizer.recompute = recompute_on(model)
 
@@ -188,7 +208,7 @@ def train(model, optimizer, settings, orders) -> None:
                 loss = (model(x) - y).pow(2).mean().item()
             say("epoch", epoch=report.epoch, samples=report.counted, group_size=report.group_size,
                 received=report.received, refused=report.refused, failure=report.failure, apart=report.apart,
-                loss=loss, seconds=report.seconds)  # fmt: skip
+                loss=loss, seconds=report.seconds, cheated=CHEATED.value)  # fmt: skip
     orders.come_to_last(optimizer)
 
 
