@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -92,6 +93,20 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(base, monkeypatch)
     with pytest.raises(SwarmError, match="export TMPDIR") as told:
         make_socket_folder()
     assert told.value.kind == "startup"
+
+
+def test_a_full_disk_is_told_and_ends_no_supervisor(base, monkeypatch):
+    def find_none():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    def fill(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "gettempdir", find_none)
+    monkeypatch.setattr(tempfile, "mkdtemp", fill)
+    socket_folders.remove_stale_folders()
+    with pytest.raises(SwarmError, match="in /tmp: No space left on device"):
+        make_socket_folder()
 
 
 def test_a_socket_that_was_removed_or_replaced_is_missed(base):

@@ -48,7 +48,7 @@ def cheated_rounds(peer: LocalPeer, until: int) -> list[int]:
     found, before = [], 0
     for event in peer.said():
         if event["event"] == "epoch":
-            if event["cheated"] > before and event["epoch"] <= until:
+            if event["cheated"] > before and event["group_size"] > 1 and event["epoch"] <= until:
                 found.append(event["epoch"])
             before = event["cheated"]
     return found

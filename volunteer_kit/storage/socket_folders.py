@@ -51,8 +51,10 @@ class SocketFolder:
 
 def base_folder() -> Path:
     """The folder for temporary files, or /tmp where its path is too long for a socket's."""
-    folder = tempfile.gettempdir()
-    return Path(folder if len(folder) <= MAX_BASE else "/tmp")
+    folder = None
+    with suppress(OSError):  # on a full disk Python finds none
+        folder = tempfile.gettempdir()
+    return Path(folder if folder is not None and len(folder) <= MAX_BASE else "/tmp")
 
 
 def remove_own_folders() -> None:
