@@ -24,6 +24,7 @@ import psutil
 
 from volunteer_kit.storage.socket_folders import remove_own_folders
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.shared_futures import free_locks_of_killed
 from volunteer_kit.swarm.sockets import SocketGuard, sockets_of_multiprocessing
 
 LOOK_EVERY = 1.0  # s between looks at the sockets of this process
@@ -193,6 +194,7 @@ class PeerProcesses:
             process.kill()
         for process in ours:
             process.join(timeout=5.0)
+        free_locks_of_killed()
         for process in ours:
             process.break_off(broken(why))
 

@@ -23,6 +23,7 @@ import torch
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import MPFuture
 
+from volunteer_kit.swarm import shared_futures
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol, OpenDHTProtocol
 from volunteer_kit.swarm.bounded_names import bound_names
@@ -177,6 +178,7 @@ class LeanDHT(hivemind.DHT):
             bound()  # for all processes of this peer: they are forked from here
         self.admission, self.processes, self.sockets = admission, PeerProcesses(), make_socket_folder()
         self.last_words = LastWords()
+        shared_futures.begin_to_use(self)
         validators = [*record_validators, DecodableValidator()]
         super().__init__(*args, record_validators=validators, **{**OPTIONS, **kwargs})
 
@@ -191,6 +193,7 @@ class LeanDHT(hivemind.DHT):
         if self.processes.why_broken is None:
             super().shutdown()
         self.sockets.remove()
+        shared_futures.end_use(self)
 
     def break_off(self, error: SwarmError) -> None:
         """Its process has died: fail the calls that wait for it, and all to come."""

@@ -18,6 +18,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
+from volunteer_kit.swarm import shared_futures
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.children import BROKEN, PeerProcesses
 from volunteer_kit.swarm.codec import install_codecs
@@ -156,6 +157,7 @@ def _end(dht: LeanDHT) -> None:
         for child in children:
             child.kill()
     dht.sockets.remove()
+    shared_futures.end_use(dht)
 
 
 def explain_startup_failure(cause: str, config: PeerConfig) -> SwarmError:

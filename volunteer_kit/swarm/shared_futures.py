@@ -1,0 +1,42 @@
+"""hivemind's futures, which all processes of this program share, after one of these processes was killed.
+
+Every answer from a process of a peer goes through one pipe for the whole program, and whoever writes there holds a lock
+that all processes share. A process that is killed at that moment leaves the lock taken and half an answer in the pipe:
+no later answer would arrive, not even of a new peer in the same program.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import suppress
+
+from hivemind.utils import MPFuture
+from hivemind.utils.mpfuture import SharedBytes
+
+HELD_FOR = 2.0  # s; a living process holds such a lock for less than a millisecond
+
+_users: weakref.WeakSet[object] = weakref.WeakSet()  # peers of this program that run
+_lock = threading.Lock()
+
+
+def begin_to_use(user: object) -> None:
+    """Announce a peer that is about to start: the first one, where no other runs, gets a new pipe and new locks."""
+    with _lock:
+        if not _users:
+            MPFuture.reset_backend()
+        _users.add(user)
+
+
+def end_use(user: object) -> None:
+    """The processes of this peer have ended, or soon will. May be called again and again."""
+    with _lock:
+        _users.discard(user)
+
+
+def free_locks_of_killed() -> None:
+    """Free what a killed process held, so that those that wait for it go on. To be called after it was killed."""
+    for lock in (SharedBytes._lock, MPFuture._initialization_lock, MPFuture._update_lock):
+        lock.acquire(timeout=HELD_FOR)
+        with suppress(ValueError):  # its holder lived after all, and has released it meanwhile
+            lock.release()
