@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -13,7 +16,7 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from tests.trust import RunKeys
 from volunteer_kit.auth.access_token import peer_id_of_key
@@ -23,8 +26,11 @@ from volunteer_kit.swarm.admitted_dht import (
     MAX_ANSWER,
     MAX_HANDED_ON,
     MAX_KEYS,
+    MAX_MARKS,
     MAX_NEAREST,
+    MAX_STORING,
     MAX_VALUE,
+    TURN,
     UNSIGNED,
     AdmittedDHTProtocol,
     OpenDHTProtocol,
@@ -112,6 +118,77 @@ def test_nobody_fills_a_key_with_records_of_keys_that_he_has_made(node, run):
     assert node.admission.show(run.token(dora, "dora"), dora) is None
     assert store(node, of(subkey), b"\x01", 60.0, by=dora), "there is room for who takes part"
     assert store(node, of(C.to_bytes()), b"\x01", 60.0, by=C)
+
+
+def odd_owner(bits: int, exponent: int) -> bytes:
+    """A subkey with a key that nobody made: its modulus is any odd number."""
+    key = rsa.RSAPublicNumbers(exponent, random.getrandbits(bits) | (1 << bits - 1) | 1).public_key()
+    return b"[owner:" + RSAPublicKey(key).to_bytes() + b"]"
+
+
+@pytest.mark.parametrize(
+    "bits, exponent", [(2048, (1 << 2046) + 1), (2048, 3), (3072, (1 << 3070) + 1), (1024, 65537), (12_000, 65537)]
+)
+def test_a_record_whose_signature_would_take_long_to_check_is_not_looked_at(node, bits, exponent):
+    """With a long exponent it is 9 ms, and one call has hundreds of them."""
+    subkey = odd_owner(bits, exponent)
+    assert not store(node, of(subkey), b"\x01", 60.0)
+    told = dictionary(odd=(subkey, b"\x01", 60.0))
+    assert found(node, dht_pb2.FOUND_DICTIONARY, told, 60.0).type == dht_pb2.NOT_FOUND
+
+
+def test_a_value_with_many_beginnings_of_a_signature_is_not_looked_at(node):
+    """hivemind looks for the end of each: 0.2 s for 16 KB."""
+    begins = b"[signature:"
+    subkey = of(owner()[0])
+    assert store(node, subkey, begins * MAX_MARKS, 60.0), "this node's validator looks for no signature"
+    assert not store(node, subkey, begins * (MAX_MARKS + 1), 120.0)
+    for key, kind, value in (
+        (KEY, dht_pb2.FOUND_REGULAR, begins * (MAX_MARKS + 1)),
+        (KEY, dht_pb2.FOUND_DICTIONARY, dictionary(odd=(B.to_bytes(), begins * (MAX_MARKS + 1), 20.0))),
+    ):
+        assert found(node, kind, value, 20.0, key).type == dht_pb2.NOT_FOUND
+
+
+class Slow(Guard):
+    """Takes its turn for each record."""
+
+    def validate(self, record):
+        time.sleep(TURN)
+        return super().validate(record)
+
+
+def request_of(count: int, name: str) -> dht_pb2.StoreRequest:
+    until = get_dht_time() + 60
+    keys = [DHTID.generate((name, number)).to_bytes() for number in range(count)]
+    return dht_pb2.StoreRequest(
+        keys=keys, subkeys=[DHTProtocol.IS_REGULAR_VALUE] * count, values=[b"\x01"] * count,
+        expiration_time=[until] * count, in_cache=[False] * count,
+    )  # fmt: skip
+
+
+def test_calls_of_one_peer_are_served_one_after_another_and_others_between(node):
+    """Each may have 4 MB, and records that take seconds to check."""
+    node.record_validator, served = Slow(), []
+
+    async def call(peer: PeerID, name: str, count: int) -> None:
+        response = await node.rpc_store(request_of(count, name), SimpleNamespace(remote_id=peer))
+        served.append((name, len(response.store_ok)))
+
+    async def story():
+        flood = [asyncio.ensure_future(call(B, f"B{number}", 4)) for number in range(MAX_STORING + 2)]
+        await asyncio.sleep(0)
+        await call(C, "C", 1)
+        assert [name for name, _ in served if name == "B1"] == [], "C does not wait for B's second"
+        await asyncio.gather(*flood)
+
+    asyncio.run(story())
+    kept = [name for name, count in served if count == 4]
+    assert kept == [f"B{number}" for number in range(MAX_STORING)], "in their order"
+    assert {name for name, count in served if count == 0} == {f"B{MAX_STORING}", f"B{MAX_STORING + 1}"}, "too many wait"
+    served.clear()
+    asyncio.run(call(B, "later", 4))
+    assert served == [("later", 4)]
 
 
 @pytest.mark.parametrize("name", [b"place", b"", b"\x12\x20short", b"\x00\x24\x08\x01\x12\x20" + bytes(32), 7])

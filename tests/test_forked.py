@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import TimeoutError
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection, Listener, rebuild_connection
+from multiprocessing.connection import Connection, Listener, rebuild_connection, wait
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.resource_sharer import DupFd
 
@@ -26,7 +26,7 @@ import torch
 from hivemind.utils import MPFuture
 
 from volunteer_kit.swarm.averager import SwarmAverager
-from volunteer_kit.swarm.forked import Outbox, forget_inherited_tensors
+from volunteer_kit.swarm.forked import Inbox, Outbox, forget_inherited_tensors
 
 MB, LONG = 2**20, 40_000
 
@@ -165,6 +165,35 @@ def test_an_order_that_comes_in_two_pieces_is_read_whole(peer, order_of):
             measured.result(timeout=0.5)  # the first piece has been read long ago
         os.write(pipe.fileno(), order)
         assert measured.result(timeout=10) == LONG
+
+
+is_handed_over = threading.Event()
+
+
+def wait_for_owner() -> str:
+    is_handed_over.wait()
+    return "handed over"
+
+
+class SlowToFetch:
+    """In an order: an answer's pipe whose owner has no time to hand it over."""
+
+    def __reduce__(self):
+        return wait_for_owner, ()
+
+
+def test_an_order_whose_sender_is_busy_does_not_stop_the_process_that_reads():
+    here, there = mp.Pipe(duplex=False)
+    inbox = Inbox(here)
+    there.send(("_get", [SlowToFetch()], {}))
+    there.send(("_store", [], {}))
+    assert not inbox.poll(), "and it did not wait"
+    is_handed_over.set()
+    assert wait([inbox], timeout=10)
+    assert inbox.recv() == ("_get", ["handed over"], {})
+    assert wait([inbox], timeout=10)
+    assert inbox.recv() == ("_store", [], {}), "in their order"
+    assert not inbox.poll()
 
 
 def test_long_orders_of_two_threads_are_not_mixed():

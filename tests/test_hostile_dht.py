@@ -57,9 +57,7 @@ ATTACKS: dict[str, Callable[[bytes], dht_pb2.StoreRequest]] = {
 def swarm():
     """Two peers of an open run."""
     first = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=120))
-    second = start_peer(
-        PeerConfig(first.visible_maddrs(), host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=120)
-    )
+    second = start_peer(PeerConfig(first.visible_maddrs(), host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=120))
     yield first, second
     second.shutdown()
     first.shutdown()
@@ -133,7 +131,12 @@ def test_what_a_stranger_answers_ends_nobody(swarm, kind, value):
     async def pong(request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         return dht_pb2.PingResponse(peer=node, dht_time=get_dht_time(), available=True)
 
+    async def keep(request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        """A node that takes nothing is forgotten, before it is asked."""
+        return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys), peer=node)
+
     async def attack(p2p: P2P, victim: PeerID) -> None:
+        await p2p.add_protobuf_handler(CALL + "store", keep, dht_pb2.StoreRequest)
         await p2p.add_protobuf_handler(CALL + "find", answer, dht_pb2.FindRequest)
         await p2p.add_protobuf_handler(CALL + "ping", pong, dht_pb2.PingRequest)
         request = dht_pb2.PingRequest(peer=node)

@@ -17,6 +17,7 @@ from volunteer_kit.swarm.serializer import (
     MAX_ITEMS,
     MAX_MESSAGE,
     MAX_NESTING,
+    MAX_RECORD_ITEMS,
     MAX_RECORDS,
     DecodableValidator,
     OutOfBounds,
@@ -163,6 +164,10 @@ def test_a_dictionary_of_many_records_is_refused():
             MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x50, msgpack.packb(other))))
 
 
-@pytest.mark.parametrize("value, is_fine", [(b"\x01", True), (b"\xc1", False), (nested(300), False), (b"", False)])
+VALUES = [(b"\x01", True), (b"\xc1", False), (nested(300), False), (b"", False)]
+VALUES += [(msgpack.packb([1] * MAX_RECORD_ITEMS), True), (msgpack.packb([1] * (MAX_RECORD_ITEMS + 1)), False)]
+
+
+@pytest.mark.parametrize("value, is_fine", VALUES)
 def test_a_value_that_nobody_can_decode_is_not_kept(value, is_fine):
     assert DecodableValidator().validate(DHTRecord(b"key", b"subkey", value, 1e12)) == is_fine

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import time
 from collections.abc import Callable
 
 import msgpack
+from cryptography.hazmat.primitives.asymmetric import rsa
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from benchmarks.hostile_parts import messages
 from benchmarks.hostile_parts.attack import MEMBER, OPEN, STRANGER, Attack
@@ -19,6 +24,7 @@ from benchmarks.hostile_parts.impostors import Lies
 
 CALL = 3_900_000  # bytes of one call; p2pd takes 4 MB
 BOTH = (MEMBER, OPEN)
+LATE = 5.5  # s; no call of the DHT waits longer than 5
 LISTEN = 6.0  # s in which a node that lies is asked
 
 
@@ -192,10 +198,10 @@ async def ping_storm(peer: HostilePeer) -> str:
     return peer.summary()
 
 
-async def _lie(peer: HostilePeer, find: Callable[[dht_pb2.FindRequest], list]) -> str:
-    """Be the node nearest to what the honest ones look for, and answer them."""
+async def _lie(peer: HostilePeer, find: Callable[[dht_pb2.FindRequest], list], after: float = 0.0) -> str:
+    """Be the node nearest to what the honest ones look for, and answer them. :param after: s, each time"""
     lies = Lies(peer)
-    lies.find = find
+    lies.find, lies.find_after = find, after
     await lies.serve()
     near = int.from_bytes(peer.key(f"{peer.prefix}_progress"), "big") ^ 1
     lies.node_id = DHTID(near).to_bytes()
@@ -242,6 +248,39 @@ async def large_findings(peer: HostilePeer) -> str:
     return await _lie(peer, find)
 
 
+async def late_findings(peer: HostilePeer) -> str:
+    """Megabytes of zeros, when nobody waits for them any more: a line of hivemind's log would be four times as long."""
+    zeros = dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=bytes(3_900_000), expiration_time=get_dht_time() + 300)
+    told = await _lie(peer, lambda request: [zeros], after=LATE)
+    await asyncio.sleep(LATE)  # until the last has come
+    return told
+
+
+async def costly_records(peer: HostilePeer) -> str:
+    """Calls of 4 MB whose records take long to refuse: hundreds of wrong fields, signed well; signatures that begin and
+    do not end; keys with a long exponent. Eight calls at a time."""
+    signer = RSASignatureValidator(RSAPrivateKey())
+    begins, expiration = b"[signature:", get_dht_time() + 300
+    own = MSGPackSerializer.dumps(signer.local_public_key)
+    fields = MSGPackSerializer.dumps({str(number): 1 for number in range(2500)})
+    slow = rsa.RSAPublicNumbers((1 << 3070) + 1, peer.random.getrandbits(3072) | (1 << 3071) | 1).public_key()
+    slow = MSGPackSerializer.dumps(b"[owner:" + RSAPublicKey(slow).to_bytes() + b"]")
+    signature = b"[signature:" + base64.b64encode(bytes(383) + b"\x05") + b"]"
+    keys = [peer.key(f"{peer.prefix}_{name}") for name in ("progress", "peers")]
+    signed = [signer.sign_value(DHTRecord(key, own, fields, expiration)) for key in keys]
+    kinds = [(key, own, value) for key, value in zip(keys, signed, strict=True)]
+    kinds += [(keys[1], own, begins * 1400), (keys[1], slow, b"\x01" + signature)]
+    while peer.is_time_left:
+        requests = []
+        for key, subkey, value in kinds:
+            count = min(500, CALL // (len(subkey) + len(value) + 40))
+            requests += [peer.store_request([(key, subkey, value, expiration)] * count)] * 2
+        target = peer.targets[peer.random.randrange(len(peer.targets))]
+        calls = (peer.try_unary(target, peer.handler("dht", "rpc_store"), request) for request in requests)
+        await asyncio.gather(*calls)
+    return peer.summary()
+
+
 ATTACKS = [
     Attack("dht-nested-values", "DHT rpc_store", 1, nested_values, (STRANGER, *BOTH), is_quick=True),
     Attack("dht-nested-subkeys", "DHT rpc_store", 1, nested_subkeys, (STRANGER, *BOTH)),
@@ -258,6 +297,8 @@ ATTACKS = [
     Attack("dht-one-key-500-times", "DHT rpc_find", 4, one_key_500_times, BOTH, 30.0, is_heavy=True),
     Attack("dht-many-keys", "DHT rpc_find", 4, find_many_keys, BOTH),
     Attack("dht-large-findings", "DHT answers to rpc_find", 4, large_findings, BOTH),
+    Attack("dht-late-findings", "DHT answers to rpc_find", 4, late_findings, BOTH),
+    Attack("dht-costly-records", "DHT rpc_store", 4, costly_records, BOTH, 15.0),
     Attack("dht-crooked-requests", "DHT rpc_store", 4, crooked_requests, BOTH),
     Attack("dht-junk", "DHT rpc_store, rpc_find, rpc_ping", 5, junk_calls, (STRANGER, OPEN)),
     Attack("dht-ping-storm", "DHT rpc_ping", 5, ping_storm, BOTH, 8.0),

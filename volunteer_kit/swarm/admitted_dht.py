@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any
 
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
@@ -31,16 +33,21 @@ from volunteer_kit.swarm.thrifty_dht import TimedDHTProtocol, TimedStub
 MAX_KEYS = 512  # in one call; ours have one to a few dozen
 MAX_SUBKEY = 2**11  # bytes; the name of a 4,096-bit key's owner has 750
 MAX_VALUE = 2**14  # bytes; ours are under 4 KB
+MAX_MARKS = 4  # places where a signature may begin; to look for its end takes time with their square
 MAX_HANDED_ON = 32  # records under one key from which on those of unknown keys are no longer taken
 MAX_DICTIONARY = 2**20  # bytes under one key; what 2,000 peers say of themselves
 MAX_ANSWER = 2**21  # bytes of one answer; p2pd passes on up to 4 MiB
 MAX_NEAREST = 64  # nodes that an answer may name for a key; ours name 20
 MAX_CALLERS = 4096  # peers that have called lately, of an open run
-TURN = 16  # records that are checked, a signature each, before other calls have their turn
+MAX_STORING = 16  # calls of one peer that wait, with up to 4 MiB each; they are served one after another
+TURN = 0.01  # s of checking records before other calls have their turn
 LONGEST = 2 * 24 * 3600.0  # s that a value may be kept; leases are remembered for a day
 # s for what bears nobody's signature. In the DHT what lives longer wins: one call of an attacker's would otherwise keep
 # all of us from finding groups or donors for LONGEST, however soon he is banned
 UNSIGNED = 600.0
+
+
+SIGNATURE_BEGINS = RSASignatureValidator.SIGNATURE_FORMAT.partition(b"_value_")[0]
 
 
 class AdmittedDHTProtocol(TimedDHTProtocol):
@@ -61,6 +68,7 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
         self.storage = storage
         self._handover = Handover(self, storage)
         self._callers: OrderedDict[PeerID, None] = OrderedDict()
+        self._storing: dict[PeerID, _Queue] = {}
 
     def get_stub(self, peer: PeerID) -> ShowingStub:
         return ShowingStub(TimedStub(DHTProtocol.get_stub(self, peer)._stub, self._patience), peer, self)
@@ -70,14 +78,18 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
         return self._signed(await super().rpc_ping(request, context))
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        """Keep what may be kept of up to MAX_KEYS records; of a request of another form nothing."""
+        """Keep what may be kept of up to MAX_KEYS records; nothing of a request of another form, or of one too many."""
         self._admit(request, context, "store")
         self._note_node(request, context)
-        response = dht_pb2.StoreResponse(peer=self.node_info)
-        for index in range(len(request.keys)) if is_whole(request) else ():
-            if index % TURN == TURN - 1:
-                await asyncio.sleep(0)
-            response.store_ok.append(await self._keep(request, index, context.remote_id))
+        storing, response = context.remote_id, dht_pb2.StoreResponse(peer=self.node_info)
+        queue = self._storing.setdefault(storing, _Queue())
+        if is_whole(request) and queue.waiting < MAX_STORING:
+            async with queue:
+                turns = _Turns()
+                for index in range(len(request.keys)):
+                    response.store_ok.append(await self._keep(request, index, storing, turns))
+        if not queue.waiting:
+            self._storing.pop(storing, None)
         return self._signed(response)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
@@ -132,20 +144,20 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
 
     # --- what is kept ---
 
-    async def _keep(self, request: dht_pb2.StoreRequest, index: int, storing: PeerID) -> bool:
+    async def _keep(self, request: dht_pb2.StoreRequest, index: int, storing: PeerID, turns: _Turns) -> bool:
         """One record, or a dictionary of them that another node hands on. :returns: whether something of it is kept"""
         key, subkey, value = request.keys[index], request.subkeys[index], request.values[index]
+        await turns.give()
         if subkey != self.IS_DICTIONARY:
             return self._keep_record(key, subkey, value, request.expiration_time[index], storing)
         found, kept = self._read_dictionary(value), []
-        for number, (name, (content, expiration)) in enumerate(found.items() if found is not None else ()):
-            if number % TURN == TURN - 1:
-                await asyncio.sleep(0)
+        for name, (content, expiration) in found.items() if found is not None else ():
+            await turns.give()
             kept.append(self._keep_record(key, self.serializer.dumps(name), content, expiration, storing))
         return any(kept)
 
     def _keep_record(self, key: bytes, subkey: bytes, value: bytes, expiration: float, storing: PeerID) -> bool:
-        if len(value) > MAX_VALUE or not self._is_fine(key, subkey, expiration, storing):
+        if not self._is_fine(key, subkey, value, expiration, storing):
             return False
         if not self._validate_record(key, subkey, value, expiration):
             return False
@@ -170,8 +182,7 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
             if len(nodes) > MAX_NEAREST or len(nodes) != len(peers) or not all(map(is_node_id, nodes)):
                 del nodes[:], peers[:]
             if result.type == dht_pb2.FOUND_REGULAR:
-                is_short = len(result.value) <= MAX_VALUE
-                is_fine = is_short and self._is_fine(key, self.IS_REGULAR_VALUE, result.expiration_time, None)
+                is_fine = self._is_fine(key, self.IS_REGULAR_VALUE, result.value, result.expiration_time, None)
             elif result.type == dht_pb2.FOUND_DICTIONARY:
                 fine = self._fine_part(key, result.value)
                 is_fine = fine is not None
@@ -188,7 +199,7 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
             return None
         fine = DictionaryDHTValue()
         for subkey, (content, expiration) in found.items():
-            if len(content) <= MAX_VALUE and self._is_fine(key, self.serializer.dumps(subkey), expiration, None):
+            if self._is_fine(key, self.serializer.dumps(subkey), content, expiration, None):
                 fine.store(subkey, content, expiration)
         if not fine:
             return None
@@ -201,8 +212,10 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
             found = self.serializer.loads(value) if len(value) <= MAX_DICTIONARY else None
         return found if isinstance(found, DictionaryDHTValue) else None
 
-    def _is_fine(self, key: bytes, subkey: bytes, expiration: float, storing: PeerID | None) -> bool:
+    def _is_fine(self, key: bytes, subkey: bytes, value: bytes, expiration: float, storing: PeerID | None) -> bool:
         """May a record stand under this key, for so long? `storing`: who brings it; None: it is somebody's answer."""
+        if len(value) > MAX_VALUE or value.count(SIGNATURE_BEGINS) > MAX_MARKS:
+            return False
         if not math.isfinite(expiration) or len(subkey) > MAX_SUBKEY:  # what expires at NaN never does
             return False
         if subkey == self.IS_REGULAR_VALUE:  # as long as the statement says, if it is one: manifests stay for a month
@@ -243,6 +256,36 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
     def _signed(self, response: Any) -> Any:
         response.auth.service_access_token.signature = self.admission.own_token
         return response
+
+
+class _Queue(asyncio.Lock):
+    """Calls of one peer. :ivar waiting: how many are here, the one that is served among them"""
+
+    waiting = 0
+
+    async def __aenter__(self) -> None:
+        self.waiting += 1
+        try:
+            await super().__aenter__()
+        except BaseException:
+            self.waiting -= 1
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self.waiting -= 1
+        await super().__aexit__(*error)
+
+
+class _Turns:
+    """Lets other calls go on after each TURN s of work."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    async def give(self) -> None:
+        if time.perf_counter() - self._began >= TURN:
+            await asyncio.sleep(0)
+            self._began = time.perf_counter()
 
 
 class ShowingStub:

@@ -164,9 +164,6 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         hivemind.averaging.averager.Matchmaking = WaryMatchmaking
         super().run()
 
-    async def _leave_unanswered(self) -> None:
-        pass
-
     # --- one round ---
 
     async def rpc_aggregate_part(

@@ -7,12 +7,14 @@ import copy
 import gc
 import multiprocessing
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
@@ -103,25 +105,44 @@ def end_with_parent() -> None:
 
 
 class Inbox:
-    """A forked process's end of its pipe, whole orders only.
+    """A forked process's end of its pipe, whole orders only, read by a thread.
 
-    uvloop watches the pipe and so makes it non-blocking: an order that comes in two pieces, as all do that are longer
-    than 16 KB, is broken off on busy cores, its rest is read as the next one, and the process dies. And the order of
-    somebody who has ended meanwhile cannot be read, for the pipe for the answer is fetched from its process: hivemind
-    stands still for 5 s after each, is killed where it should end in that time, and dies where the other ends in the
-    middle of handing it over (EOFError). Its process answers to `_leave_unanswered`.
+    An order carries a pipe for its answer, which is fetched from its sender: the process would stand still until a
+    thread of a busy program has handed it over, two seconds at times. uvloop watches the pipe and so makes it
+    non-blocking: an order that comes in two pieces, as all do that are longer than 16 KB, is broken off on busy cores,
+    its rest is read as the next one, and the process dies. And the order of somebody who has ended meanwhile cannot be
+    read: hivemind stands still for 5 s after each, is killed where it should end in that time, and dies where the other
+    ends in the middle of handing it over (EOFError). Nobody waits for its answer.
+
+    To be made in the process that reads.
     """
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
-        self.fileno, self.poll, self.send = pipe.fileno, pipe.poll, pipe.send
+        self.send = pipe.send
+        self._orders: queue.SimpleQueue[tuple[str, list, dict]] = queue.SimpleQueue()
+        self._read_here, self._came = multiprocessing.Pipe(duplex=False)  # one message for each order
+        self.fileno = self._read_here.fileno
+        threading.Thread(target=self._read, name="orders", daemon=True).start()
+
+    def poll(self) -> bool:
+        """Is there an order?"""
+        return self._read_here.poll()
 
     def recv(self) -> tuple[str, list, dict]:
-        os.set_blocking(self._pipe.fileno(), True)  # its sender is in the middle of it
-        try:
-            return self._pipe.recv()
-        except (OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError):
-            return "_leave_unanswered", [], {}
+        """The next order, which `poll` has announced."""
+        self._read_here.recv_bytes()
+        return self._orders.get()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                order = self._pipe.recv_bytes()
+            except (OSError, EOFError):  # closed
+                return
+            with suppress(OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError):  # its sender is gone
+                self._orders.put(ForkingPickler.loads(order))
+                self._came.send_bytes(b"")
 
 
 class Outbox:
@@ -212,6 +233,3 @@ class LeanDHT(hivemind.DHT):
         hivemind.dht.node.DHTProtocol = protocol
         hivemind.dht.dht.DHTNode = ThriftyDHTNode
         super().run()
-
-    async def _leave_unanswered(self) -> None:
-        pass
