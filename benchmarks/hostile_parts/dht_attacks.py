@@ -24,7 +24,7 @@ from benchmarks.hostile_parts.impostors import Lies
 
 CALL = 3_900_000  # bytes of one call; p2pd takes 4 MB
 BOTH = (MEMBER, OPEN)
-LATE = 5.5  # s; no call of the DHT waits longer than 5
+DEADLINES = (2.0, 5.0)  # s that a call of the DHT waits: at least, and at most
 LISTEN = 6.0  # s in which a node that lies is asked
 
 
@@ -198,8 +198,10 @@ async def ping_storm(peer: HostilePeer) -> str:
     return peer.summary()
 
 
-async def _lie(peer: HostilePeer, find: Callable[[dht_pb2.FindRequest], list], after: float = 0.0) -> str:
-    """Be the node nearest to what the honest ones look for, and answer them. :param after: s, each time"""
+async def _lie(
+    peer: HostilePeer, find: Callable[[dht_pb2.FindRequest], list], after: Callable[[], float] = float
+) -> str:
+    """Be the node nearest to what the honest ones look for, and answer them. :param after: draws s, each time"""
     lies = Lies(peer)
     lies.find, lies.find_after = find, after
     await lies.serve()
@@ -249,10 +251,14 @@ async def large_findings(peer: HostilePeer) -> str:
 
 
 async def late_findings(peer: HostilePeer) -> str:
-    """Megabytes of zeros, when nobody waits for them any more: a line of hivemind's log would be four times as long."""
+    """Megabytes of zeros just when they are no longer awaited: a line of hivemind's log would be four times as long."""
+
+    def after() -> float:
+        return peer.random.choice(DEADLINES) + peer.random.uniform(-0.03, 0.01)
+
     zeros = dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=bytes(3_900_000), expiration_time=get_dht_time() + 300)
-    told = await _lie(peer, lambda request: [zeros], after=LATE)
-    await asyncio.sleep(LATE)  # until the last has come
+    told = await _lie(peer, lambda request: [zeros], after)
+    await asyncio.sleep(max(DEADLINES))  # until the last has come
     return told
 
 

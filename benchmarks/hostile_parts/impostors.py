@@ -23,7 +23,7 @@ class Lies:
     """Answers of the handlers, and how often each was called.
 
     :param find: the results of rpc_find, for a request; None: nothing is found
-    :param find_after: s until rpc_find is answered
+    :param find_after: draws the seconds until rpc_find is answered
     :param gathered: of rpc_join_group: ids and words of the group's members, for a request; None: no group
     :param average: messages of rpc_aggregate_part, when somebody sends us parts
     :param state: messages of rpc_download_state
@@ -33,7 +33,7 @@ class Lies:
         self.peer = peer
         self.called: Counter[str] = Counter()
         self.find: Callable[[dht_pb2.FindRequest], list[dht_pb2.FindResult]] | None = None
-        self.find_after = 0.0
+        self.find_after: Callable[[], float] = float
         self.gathered: Callable[[averaging_pb2.JoinRequest, bytes], tuple[list[bytes], list[bytes]]] | None = None
         self.average: list[averaging_pb2.AveragingData] = []
         self.state: list[averaging_pb2.DownloadData] = []
@@ -69,8 +69,7 @@ def _node_class(lies: Lies, name: str) -> type[ServicerBase]:
             lies.called["find"] += 1
             nothing = [dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)] * len(request.keys)
             found = nothing if lies.find is None else lies.find(request)
-            if lies.find_after:
-                await asyncio.sleep(lies.find_after)
+            await asyncio.sleep(lies.find_after())
             return signed(dht_pb2.FindResponse(results=found, peer=dht_pb2.NodeInfo(node_id=lies.node_id)))
 
     Node.__name__ = name
