@@ -173,7 +173,8 @@ def test_calls_of_one_peer_are_served_one_after_another_and_others_between(node)
 
     async def call(peer: PeerID, name: str, count: int) -> None:
         response = await node.rpc_store(request_of(count, name), SimpleNamespace(remote_id=peer))
-        served.append((name, len(response.store_ok)))
+        assert len(response.store_ok) == count
+        served.append((name, sum(response.store_ok)))
 
     async def story():
         flood = [asyncio.ensure_future(call(B, f"B{number}", 4)) for number in range(MAX_STORING + 2)]

@@ -13,6 +13,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
+from volunteer_kit.swarm.lease_records import MAX_HELD, MAX_SPANS, LeaseRecord
 from volunteer_kit.swarm.serializer import (
     MAX_ITEMS,
     MAX_MESSAGE,
@@ -171,3 +172,10 @@ VALUES += [(msgpack.packb([1] * MAX_RECORD_ITEMS), True), (msgpack.packb([1] * (
 @pytest.mark.parametrize("value, is_fine", VALUES)
 def test_a_value_that_nobody_can_decode_is_not_kept(value, is_fine):
     assert DecodableValidator().validate(DHTRecord(b"key", b"subkey", value, 1e12)) == is_fine
+
+
+def test_the_longest_record_that_a_peer_writes_is_within_bounds():
+    span, spans = [(0, 2**31)], {"done": MAX_SPANS, "seen": MAX_SPANS, "held": MAX_HELD}
+    lists = {name: span * count for name, count in spans.items()}
+    record = LeaseRecord(peer_id=bytes(34), used=0, until=1e9, **lists)
+    assert DecodableValidator().validate(DHTRecord(b"key", b"subkey", MSGPackSerializer.dumps(record.dict()), 1e12))

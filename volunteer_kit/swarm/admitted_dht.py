@@ -83,13 +83,17 @@ class AdmittedDHTProtocol(TimedDHTProtocol):
         self._note_node(request, context)
         storing, response = context.remote_id, dht_pb2.StoreResponse(peer=self.node_info)
         queue = self._storing.setdefault(storing, _Queue())
-        if is_whole(request) and queue.waiting < MAX_STORING:
-            async with queue:
-                turns = _Turns()
-                for index in range(len(request.keys)):
-                    response.store_ok.append(await self._keep(request, index, storing, turns))
-        if not queue.waiting:
-            self._storing.pop(storing, None)
+        if is_whole(request) and queue.waiting >= MAX_STORING:
+            response.store_ok.extend([False] * len(request.keys))
+        elif is_whole(request):
+            try:
+                async with queue:
+                    turns = _Turns()
+                    for index in range(len(request.keys)):
+                        response.store_ok.append(await self._keep(request, index, storing, turns))
+            finally:
+                if not queue.waiting:
+                    self._storing.pop(storing, None)
         return self._signed(response)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:

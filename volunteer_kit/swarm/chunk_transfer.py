@@ -30,6 +30,7 @@ from volunteer_kit.swarm.chunks import ChunkStore
 from volunteer_kit.swarm.fetching import HASHES, ChunkFetch, NotNow
 from volunteer_kit.swarm.identity import is_peer_id
 from volunteer_kit.swarm.manifest import MAX_CHUNKS, ROOT_SIZE
+from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
 logger = get_logger(__name__)
 PLACES = 16  # chunks on their way to others; 16 MB
@@ -60,10 +61,11 @@ class ChunkTransfer(SwarmAverager):
         return asyncio.Lock()  # of the averager's own loop, which is not there yet when we are built
 
     def __init__(self, *args, **kwargs):
-        self._held_epoch = mp.Value(ctypes.c_int64, 0)  # of the parameters in shared memory, changed under their lock
+        # of the parameters in shared memory, changed under their lock
+        self._held_epoch = mp.Value(ctypes.c_int64, 0, lock=False)
         # what we held after our own steps, as `state` writes it: a count, then records; for the averager's process
-        self._testimony = mp.Array("c", 4 + PAST * TESTIMONY_SIZE)
-        self._chunk_bytes = mp.Value(ctypes.c_int64, 0)  # of the fetch under way
+        self._testimony = mp.Array("c", 4 + PAST * TESTIMONY_SIZE, lock=SurvivingLock())
+        self._chunk_bytes = mp.Value(ctypes.c_int64, 0, lock=False)  # of the fetch under way
         self._stores: dict[bytes, ChunkStore] = {}
         self._serving_to: Counter[PeerID] = Counter()
         self._in_turn: defaultdict[PeerID, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -17,6 +17,8 @@ import multiprocessing as mp
 import time
 from collections.abc import Callable
 
+from volunteer_kit.swarm.surviving_lock import SurvivingLock
+
 KEPT, LEAST = 8, 3  # rounds whose speed is remembered: a line that got worse is believed after KEPT / 4 of these
 QUARTILE = 0.75  # of these: others' lines and busy machines only ever make a line look slower
 AWAITED = 0.75  # of the members; how long these took is what counts
@@ -40,9 +42,9 @@ class LineSpeed:
 
     def __init__(self, max_mbps: float | None = None):
         self.max_mbps = max_mbps
-        self._measured = mp.Array(ctypes.c_double, KEPT)  # Mbit/s, a ring
-        self._count = mp.Value(ctypes.c_int64, 0)
-        self._step = mp.Value(ctypes.c_int64, 0)  # told last, once something was
+        self._measured = mp.Array(ctypes.c_double, KEPT, lock=SurvivingLock())  # Mbit/s, a ring
+        self._count = mp.Value(ctypes.c_int64, 0, lock=False)
+        self._step = mp.Value(ctypes.c_int64, 0, lock=False)  # told last, once something was
 
     def note(self, mbps: float) -> None:
         if not (math.isfinite(mbps) and mbps > 0):

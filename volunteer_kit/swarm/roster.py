@@ -13,6 +13,7 @@ import struct
 from typing import NamedTuple
 
 from volunteer_kit.auth.access_token import MAX_BANS, BanList
+from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
 CAPACITY = 8192  # peers; 1 MB
 PROBES = 64  # places that one peer may have in the table
@@ -37,11 +38,11 @@ class Roster:
     """Made in the process that trains; those that are forked later share it."""
 
     def __init__(self):
-        self._table = mp.Array(ctypes.c_char, CAPACITY * ENTRY.size)
-        self._bans = mp.Array(ctypes.c_char, MAX_BANS * ACCOUNT)
+        self._table = mp.Array(ctypes.c_char, CAPACITY * ENTRY.size, lock=SurvivingLock())
+        self._bans = mp.Array(ctypes.c_char, MAX_BANS * ACCOUNT, lock=SurvivingLock())
         self._num_bans = mp.Value(ctypes.c_int64, 0, lock=False)
         self._bans_version = mp.Value(ctypes.c_int64, 0, lock=False)
-        self._token = mp.Array(ctypes.c_char, MAX_TOKEN)
+        self._token = mp.Array(ctypes.c_char, MAX_TOKEN, lock=SurvivingLock())
         self._token_size = mp.Value(ctypes.c_int64, 0, lock=False)
         self._banned = BanList()  # as this process last read it
 

@@ -12,20 +12,25 @@ import weakref
 from contextlib import suppress
 
 from hivemind.utils import MPFuture
+from hivemind.utils.asyncio import _AsyncContextWrapper
 from hivemind.utils.mpfuture import SharedBytes
 
-HELD_FOR = 2.0  # s; a living process holds such a lock for less than a millisecond
+from volunteer_kit.swarm.surviving_lock import HELD_FOR
 
 _users: weakref.WeakSet[object] = weakref.WeakSet()  # peers of this program that run
 _lock = threading.Lock()
+_were_used = False
 
 
 def begin_to_use(user: object) -> None:
-    """Announce a peer that is about to start: the first one, where no other runs, gets a new pipe and new locks."""
+    """Announce a peer that is about to start. Where others ran before and none runs now, it gets a new pipe and new
+    locks."""
+    global _were_used
     with _lock:
-        if not _users:
+        if _were_used and not _users:
             MPFuture.reset_backend()
         _users.add(user)
+        _were_used = True
 
 
 def end_use(user: object) -> None:
@@ -36,7 +41,8 @@ def end_use(user: object) -> None:
 
 def free_locks_of_killed() -> None:
     """Free what a killed process held, so that those that wait for it go on. To be called after it was killed."""
-    for lock in (SharedBytes._lock, MPFuture._initialization_lock, MPFuture._update_lock):
+    of_futures = (SharedBytes._lock, MPFuture._initialization_lock, MPFuture._update_lock)
+    for lock in (*of_futures, _AsyncContextWrapper.EXECUTOR_LOCK):
         lock.acquire(timeout=HELD_FOR)
         with suppress(ValueError):  # its holder lived after all, and has released it meanwhile
             lock.release()

@@ -11,6 +11,7 @@ from hivemind.p2p import PeerID
 
 from volunteer_kit.swarm.attendance import SILENT
 from volunteer_kit.swarm.believed_speed import Limits
+from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
 MAX_GROUP_SIZE = 1024
 
@@ -20,13 +21,15 @@ class SharedWords:
 
     def _share_words(self) -> None:
         """To be called before the averager's process is made."""
-        self._expected_group_size = mp.Value(ctypes.c_int32, 0)
-        self._least_group_size = mp.Value(ctypes.c_int32, 0)
-        self._awaited_group_size = mp.Array(ctypes.c_double, [0, -math.inf])  # and time.monotonic() when it was said
-        self._group_order = mp.Value(ctypes.c_int64, 0)
-        self._led_apart = mp.Value(ctypes.c_int64, 0)
-        self._learnt_patience = mp.Value(ctypes.c_double, 0.0)
-        self._last_in_a_group = mp.Value(ctypes.c_double, -math.inf)  # time.monotonic(), one for all processes
+        self._expected_group_size = mp.Value(ctypes.c_int32, 0, lock=False)
+        self._least_group_size = mp.Value(ctypes.c_int32, 0, lock=False)
+        # and time.monotonic() when it was said
+        self._awaited_group_size = mp.Array(ctypes.c_double, [0, -math.inf], lock=SurvivingLock())
+        self._group_order = mp.Value(ctypes.c_int64, 0, lock=False)
+        self._led_apart = mp.Value(ctypes.c_int64, 0, lock=False)
+        self._learnt_patience = mp.Value(ctypes.c_double, 0.0, lock=False)
+        # time.monotonic(), one for all processes
+        self._last_in_a_group = mp.Value(ctypes.c_double, -math.inf, lock=False)
         self._weight_limits = Limits()  # in the averager's process
 
     @property

@@ -36,6 +36,7 @@ from volunteer_kit.swarm.checked_state import CheckedState
 from volunteer_kit.swarm.last_shared import LastShared
 from volunteer_kit.swarm.local_steps import LocalSteps
 from volunteer_kit.swarm.schedule import Scheduled
+from volunteer_kit.swarm.surviving_lock import SurvivingLock
 from volunteer_kit.swarm.transfer import ANY_ORDER, StateRefused, read_donors
 
 logger = get_logger(__name__)
@@ -77,7 +78,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
         # is the old model under the new number, and its statistics would differ from everybody's for good
         self._step_done, self._state_epoch = threading.Event(), 0
         self._step_done.set()
-        self._told = mp.Array("c", TOLD.size)
+        self._told = mp.Array("c", TOLD.size, lock=SurvivingLock())
         self._past: tuple[list, ...] = ()  # what we told after the last epochs
         self._own_past: list[list] = []  # those of them that our own steps made
         self._lineage, self._order = BEGINNING, 0

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from volunteer_kit.swarm.line_speed import LineSpeed
+from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
 Message = TypeVar("Message")
 # s; who oversleeps catches up as much. The cap holds over longer times than this
@@ -29,8 +30,9 @@ class Traffic:
     def __init__(self, max_mbps: float | None = None):
         self.speed = LineSpeed(max_mbps)
         self._seconds_per_byte = 8 / (1e6 * max_mbps) if max_mbps else 0.0
-        self._totals = mp.Array(ctypes.c_int64, 2)
-        self._free_at = mp.Array(ctypes.c_double, 2)  # monotonic s, the same clock in all processes
+        self._totals = mp.Array(ctypes.c_int64, 2, lock=SurvivingLock())
+        # monotonic s, the same clock in all processes
+        self._free_at = mp.Array(ctypes.c_double, 2, lock=SurvivingLock())
 
     @property
     def totals(self) -> tuple[int, int]:

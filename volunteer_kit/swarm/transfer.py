@@ -51,8 +51,8 @@ class StateTransfer(ChunkTransfer):
     _given_now = 0  # states on their way to others
 
     def __init__(self, *args, **kwargs):
-        self._arrived = mp.Value(ctypes.c_int64, 0)  # bytes of the download under way
-        self.ask_under = mp.Value(ctypes.c_int64, ANY_ORDER)  # donors under this order only
+        self._arrived = mp.Value(ctypes.c_int64, 0, lock=False)  # bytes of the download under way
+        self.ask_under = mp.Value(ctypes.c_int64, ANY_ORDER, lock=False)  # donors under this order only
         super().__init__(*args, **kwargs)
 
     def state_tensors(self) -> list[torch.Tensor]:

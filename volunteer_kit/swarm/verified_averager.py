@@ -46,7 +46,7 @@ class VerifiedAverager(SwarmAverager):
 
     def __init__(self, *args, verification: Settings | None = None, clips: bool = True, start: bool, **kwargs):
         self.verification, self._clips = verification, clips
-        self._contributed = mp.Value(ctypes.c_int64, 0)  # contributions that the training process has told
+        self._contributed = mp.Value(ctypes.c_int64, 0, lock=False)  # contributions that the training process has told
         self._contributions = 0  # of them, those that have come to the averager's process
         self._contribution = Samples(())
         self._exchange: VerifiedExchange | None = None
