@@ -185,6 +185,7 @@ class SlowToFetch:
 def test_an_order_whose_sender_is_busy_does_not_stop_the_process_that_reads():
     here, there = mp.Pipe(duplex=False)
     inbox = Inbox(here)
+    there.send_bytes(b"cno.such.module\nfunction\n.")  # a pickle that names what this process does not know
     there.send(("_get", [SlowToFetch()], {}))
     there.send(("_store", [], {}))
     assert not inbox.poll(), "and it did not wait"

@@ -23,7 +23,7 @@ import hivemind.dht.dht
 import hivemind.dht.node
 import torch
 from hivemind.dht.validation import RecordValidatorBase
-from hivemind.utils import MPFuture
+from hivemind.utils import MPFuture, get_logger
 
 from volunteer_kit.swarm import shared_futures
 from volunteer_kit.swarm.admission import Admission
@@ -37,6 +37,8 @@ from volunteer_kit.swarm.serializer import DecodableValidator, bound_serializer
 from volunteer_kit.swarm.sockets import make_socket_folder
 from volunteer_kit.swarm.streams import bound_streams
 from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode
+
+logger = get_logger(__name__)
 
 LARGE = 2**20  # bytes
 _inherited: list[torch.Tensor] = []  # in a fork: what its parent had
@@ -140,9 +142,14 @@ class Inbox:
                 order = self._pipe.recv_bytes()
             except (OSError, EOFError):  # closed
                 return
-            with suppress(OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError):  # its sender is gone
+            try:
                 self._orders.put(ForkingPickler.loads(order))
-                self._came.send_bytes(b"")
+            except (OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError):  # its sender is gone
+                continue
+            except Exception as e:  # it names what was defined after the fork; the process goes on
+                logger.warning(f"An order cannot be read: {e!r}")
+                continue
+            self._came.send_bytes(b"")
 
 
 class Outbox:
