@@ -48,7 +48,7 @@ def ask(asking: P2P, asked: P2P, uid: str) -> asyncio.Task:
 
 
 class Told(logging.Handler):
-    """What is logged, and an event that tells of it."""
+    """Keeps log records, and sets an event when one comes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What processes share is still read and written after one of them was killed in the middle of it."""
+"""Processes still read and write their shared memory after one of them was killed with the lock."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Inbox:
     non-blocking: an order that comes in two pieces, as all do that are longer than 16 KB, is broken off on busy cores,
     its rest is read as the next one, and the process dies. And the order of somebody who has ended meanwhile cannot be
     read: hivemind stands still for 5 s after each, is killed where it should end in that time, and dies where the other
-    ends in the middle of handing it over (EOFError). Nobody waits for its answer.
+    ends in the middle of handing it over (EOFError). The thread skips such an order.
 
     To be made in the process that reads.
     """
