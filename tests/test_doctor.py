@@ -21,22 +21,26 @@ from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
 from volunteer_kit.home import Home
 from volunteer_kit.host.init import Answers, write
+from volunteer_kit.packages import Lack
 from volunteer_kit.run_reader import RUN_FILES
 from volunteer_kit.swarm.peer import free_port
 
 ROOT = Path(__file__).parents[1]
 GB = 10**9
 A, B = "/ip4/203.0.113.5/tcp/1/p2p/QmA", "/ip4/203.0.113.6/tcp/1/p2p/QmB"
-NEEDED = ["torch>=2.5", "hivemind>=1.1.12"]
+TORCH, HIVEMIND = Lack("torch", "torch>=2.5", "2.4"), Lack("hivemind", "hivemind<1.1.13,>=1.1.12")
+WIDGETS, DALLE = Lack("ipywidgets", "ipywidgets>=7.7"), Lack("dalle-pytorch", "dalle-pytorch==1.6.6")
 
 TABLE = [
     (verdicts.python((3, 11, 7)), "ok", "3.11.7"),
     (verdicts.python((3, 9, 1)), "problem", "3.10"),
-    (verdicts.packages(NEEDED, {"torch": "2.13.0+cpu", "hivemind": "1.1.12", "x": "1"}, "pip x"), "ok", "torch 2.13.0"),
-    (verdicts.packages(NEEDED, {"torch": "2.4", "hivemind": "1.1.12"}, "pip x"), "problem", "torch 2.4 (needs >=2.5)"),
-    (verdicts.packages(NEEDED, {"torch": "2.6", "hivemind": None}, "pip x"), "problem", "hivemind is missing"),
-    (verdicts.packages(NEEDED, {"torch": "2.6", "hivemind": "2", "dalle": None}, "pip x"), "problem", "missing: dalle"),
-    (verdicts.packages(NEEDED, {"torch": "a-build", "hivemind": "1.2"}, "pip x"), "ok", "a-build"),
+    (verdicts.packages([], [], {"torch": "2.13.0+cpu", "hivemind": None}, ""), "ok", "torch 2.13.0+cpu"),
+    (verdicts.packages([TORCH], [TORCH], {}, "setup"), "problem", "torch 2.4 (needs >=2.5)"),
+    (verdicts.packages([HIVEMIND, DALLE], [HIVEMIND, DALLE], {}, "setup"), "problem", "hivemind, dalle-pytorch"),
+    (verdicts.packages([WIDGETS], [], {}, "setup"), "warning", "missing: ipywidgets"),
+    (verdicts.host_packages([], "", True), "ok", "all are there"),
+    (verdicts.host_packages([Lack("fastapi", "fastapi")], "setup host", True), "problem", "missing: fastapi"),
+    (verdicts.host_packages([Lack("fastapi", "fastapi")], "setup host", False), "ok", "only a host needs them"),
     (verdicts.device("Tesla T4", "cuda", 14.7, ()), "ok", "14.7 GB free"),
     (verdicts.device("CPU (2 cores)", "cpu", 9, ()), "ok", "slowly"),
     (verdicts.device("CPU", "cpu", 9, ("The P100 is too old.\n1. Use T4",)), "warning", "P100"),

@@ -13,11 +13,11 @@ from hivemind.p2p import PeerID
 from volunteer_kit.auth.access_token import BanList, account_digest
 from volunteer_kit.dashboard.happenings import Names, sentence
 from volunteer_kit.monitor import notes, recording
-from volunteer_kit.monitor.errors import MonitorError
 from volunteer_kit.monitor.hiding import follow_wishes
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import Bans, People
 from volunteer_kit.monitor.recording import Recorder, find_tracker
+from volunteer_kit.packages import MissingDependency
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.records import PeerRecord
 
@@ -90,7 +90,7 @@ def test_a_sick_disk_does_not_end_the_recorder(tmp_path):
 
 def test_a_tracker_that_is_missing_is_named_with_its_install_line(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(MonitorError, match="python -m pip install wandb"):
+    with pytest.raises(MissingDependency, match="python -m pip install wandb"):
         find_tracker("wandb")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from volunteer_kit.model.upstream import INSTALL_LINE
+from volunteer_kit.packages import UPSTREAM_LINE
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -31,12 +31,12 @@ def install_lines(path: Path) -> list[str]:
     "path", [ROOT / "Makefile", ROOT / "binder" / "postBuild", *NOTEBOOKS], ids=lambda path: path.name
 )
 def test_the_one_line_for_dalle_pytorch_is_the_same_everywhere(path):
-    assert set(install_lines(path)) == {INSTALL_LINE}
+    assert set(install_lines(path)) == {UPSTREAM_LINE}
 
 
 def test_the_readme_repeats_no_other_line():
     readme = ROOT / "README.md"
-    assert not readme.exists() or set(install_lines(readme)) <= {INSTALL_LINE}
+    assert not readme.exists() or set(install_lines(readme)) <= {UPSTREAM_LINE}
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)

@@ -59,7 +59,7 @@ _HOMES = {
     "ImageTokenizerError": "model.image_tokenizer",
     "SwarmError": "swarm.errors",
     "LoginError": "auth.login",
-    "MissingDependency": "model.upstream",
+    "MissingDependency": "packages",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -68,7 +68,14 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"volunteer_kit has no {name!r}; it has: {', '.join(sorted(_HOMES))}")
-    home = import_module(f"{__name__}.{_HOMES[name]}")
+    try:
+        home = import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        from volunteer_kit import packages
+
+        if (text := packages.explained(error)) is None:
+            raise
+        raise packages.MissingDependency(text) from None
     value = globals()[name] = getattr(home, name)
     return value
 

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from volunteer_kit import packages
 from volunteer_kit.auth.access_token import KeyFolder, TokenError, Trust
 from volunteer_kit.run_reader import read_small, read_yaml
 from volunteer_kit.runs import AuthorityConfig, RunConfig, RunError, load_run
-
-SERVER_INSTALL = "python -m pip install 'volunteer-kit[server]'"
 
 
 def serve_authority(
@@ -36,21 +35,17 @@ def serve_authority(
     :param behind_proxy: a proxy on this machine does TLS and says who asks
     :param token_lifetime: s, 900 at most; a shorter one asks the authority more often
     :param run_link: where volunteers get the run file
-    Raises RunError, KeysError, AuthorityError.
+    Raises MissingDependency, RunError, KeysError, AuthorityError.
     """
+    packages.require("host")
     config = run if isinstance(run, RunConfig) else load_run(run)
     authority = _require_authority(config)
     place = Path(folder) if folder else Path(f"{config.run_id}-host")
     keys = _open_keys(config.run_id, authority, place / "keys")
-    try:
-        from volunteer_kit.auth.authority.app import create_app
-        from volunteer_kit.auth.authority.server import serve
-        from volunteer_kit.auth.authority.settings import Settings
-        from volunteer_kit.auth.authority.storage import Storage
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("volunteer_kit"):
-            raise
-        raise RunError(f"An authority needs the package {error.name!r}.\n1. {SERVER_INSTALL}") from None
+    from volunteer_kit.auth.authority.app import create_app
+    from volunteer_kit.auth.authority.server import serve
+    from volunteer_kit.auth.authority.settings import Settings
+    from volunteer_kit.auth.authority.storage import Storage
     from volunteer_kit.auth.moderation import Allowlist
 
     allowlist = Allowlist.of(authority.organization, authority.users, authority.moderators, authority.open)

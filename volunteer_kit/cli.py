@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor
+from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor, packages
 from volunteer_kit.cli_words import listed
 from volunteer_kit.widgets.words import plain_lines
 
@@ -53,12 +53,7 @@ Identity = Annotated[
 def explained(error: BaseException) -> str | None:
     """The text for a person, if this is an error that a person can do something about; None for a bug."""
     if type(error) is ModuleNotFoundError:
-        if (error.name or "").startswith("volunteer_kit"):
-            return None
-        return (
-            f"The package {error.name!r} is not installed.\n"
-            "1. In a checkout: make install\n2. Elsewhere: python -m pip install volunteer-kit"
-        )
+        return packages.explained(error)
     if type(error).__module__.startswith("volunteer_kit"):  # each exception of ours is a message
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -67,7 +62,8 @@ def explained(error: BaseException) -> str | None:
 
 
 def _plain_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Errors of ours become one message and exit code 2; anything else is a bug and keeps its traceback."""
+    """Errors of ours become one message and exit code 2, of a missing package 78; anything else is a bug and keeps its
+    traceback."""
 
     @functools.wraps(verb)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +76,7 @@ def _plain_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
             if text is None:
                 raise
             _complain(text)
-            raise typer.Exit(2) from None
+            raise typer.Exit(packages.EXIT_CODE if isinstance(error, ImportError) else 2) from None
 
     return guarded
 

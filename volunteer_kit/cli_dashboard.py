@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from volunteer_kit import packages
 from volunteer_kit.cli_words import group_for
 
 Run = Annotated[str, typer.Argument(help="The run: its name, file, link, or org/name.")]
@@ -35,9 +36,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8080,
 ) -> None:
     """Serve a run's page, JSON (/api/state) and Prometheus (/metrics) until Ctrl-C."""
-    from volunteer_kit.dashboard.errors import require_server_extra
-
-    require_server_extra()
+    packages.require("host")
     from volunteer_kit.dashboard.door import serve as door
 
     door(run, folder=folder, host=host, port=port)
@@ -49,9 +48,7 @@ def export(
     folder: Folder = None,
 ) -> None:
     """Write the page as files that need no server."""
-    from volunteer_kit.dashboard.errors import require_server_extra
-
-    require_server_extra()
+    packages.require("host")
     from volunteer_kit.dashboard.export import export_page
 
     print(f"Written: {export_page(run, out, folder=folder)}")

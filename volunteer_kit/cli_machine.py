@@ -1,4 +1,4 @@
-"""The verbs of a machine: `volunteer-kit host RUN.yaml`, `volunteer-kit host init`, `volunteer-kit doctor [RUN]`."""
+"""The verbs of a machine: `volunteer-kit host RUN.yaml`, `host init`, `doctor [RUN]`, `setup`, `notebook NAME`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:
     for verb in (start, init):
         hosting.command()(plain_errors(verb))
     app.add_typer(hosting, name="host")
-    app.command()(plain_errors(doctor))
+    for verb in (doctor, setup, notebook):
+        app.command()(plain_errors(verb))
 
 
 def start(
@@ -160,3 +161,24 @@ def doctor(
 
     findings = door(run, folder=folder, home=home, say=say)
     raise typer.Exit(any(finding.level == "problem" for finding in findings))
+
+
+def setup(
+    what: Annotated[
+        list[str] | None, typer.Argument(help="host, finetune, metrics or tpu, for what only they need; or nothing.")
+    ] = None,
+) -> None:
+    """Install what the kit lacks here: dalle-pytorch and taming-transformers, which no list of packages can bring."""
+    from volunteer_kit.installer import set_up
+
+    set_up(what or [], say=say)
+
+
+def notebook(
+    name: Annotated[str, typer.Argument(help="join, host_a_run, gallery or finetune_with_trainer.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; default: ./NAME.ipynb")] = None,
+) -> None:
+    """Write one of the kit's notebooks."""
+    from volunteer_kit.notebook_files import write_notebook
+
+    write_notebook(name, out, say)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
+from volunteer_kit import packages
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from volunteer_kit.run_tokenizers import build_tokenizers
 from volunteer_kit.runs import RunConfig, RunError, build_model, load_run, require_pictures
@@ -53,6 +54,7 @@ def generate_images(
     if not captions:
         raise RunError('There is no caption to draw.\n1. Give one: volunteer-kit generate "a large red circle ..."')
     config = run if isinstance(run, RunConfig) else load_run(run)
+    packages.require("train")
     require_pictures(config)
     found = _open(Path(checkpoint))
     model, tokenizers = build_model(config), build_tokenizers(config)

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from volunteer_kit.packages import with_kit_path
+
 PROC = Path("/proc")
 
 
@@ -27,13 +29,11 @@ def start(module: str, mark: str, *, without: Collection[str] = (), **settings: 
     """
     environment = {name: value for name, value in os.environ.items() if name not in without}
     name, _, value = mark.partition("=")
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment | {name: value, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        env=with_kit_path(environment) | {name: value, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
         **settings,
     )

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from volunteer_kit import packages
 from volunteer_kit.data.tokenizer import load_tokenizer
 from volunteer_kit.model.image_tokenizer import (
     PUBLISHED,
     WEIGHTS,
     ImageTokenizerError,
+    VqganConfig,
     image_tokenizer_config,
     image_tokenizer_file,
     load_image_tokenizer,
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from volunteer_kit.data.tokenizer import Tokenizer
-    from volunteer_kit.model.image_tokenizer import ImageTokenizer, PatchVQConfig, VqganConfig
+    from volunteer_kit.model.image_tokenizer import ImageTokenizer, PatchVQConfig
     from volunteer_kit.runs import RunConfig
 
 
@@ -36,11 +38,14 @@ class Tokenizers(NamedTuple):
 
 
 def require_tokenizers(config: RunConfig) -> None:
-    """Raises RunError, with the way to get it, when this machine lacks the run's image tokenizer; loads nothing."""
+    """Raises RunError, with the way to get it, when this machine lacks the run's image tokenizer; MissingDependency
+    when it lacks the package that the tokenizer is built of. Loads nothing."""
     try:
         image_tokenizer_file(config.image_tokenizer)
     except ImageTokenizerError as error:
         raise RunError(f"The run {config.run_id!r} cannot begin here. {error}") from None
+    if isinstance(image_tokenizer_config(config.image_tokenizer), VqganConfig):
+        packages.require_upstream()  # its layers are taming-transformers'
 
 
 def build_tokenizers(config: RunConfig) -> Tokenizers:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from volunteer_kit import packages
 from volunteer_kit.auth.login import Identity, Login
 from volunteer_kit.companion import Companion, swarm_of_two
 from volunteer_kit.home import Home
@@ -97,8 +98,8 @@ def join_swarm(
     :param checkpoint_dir: a folder for checkpoints, if some are to be kept here
     :param new_swarm: start without other peers
 
-    Raises RunError, DataError, LoginError, SwarmError, each a plain message with the way out, before anything starts;
-    what befalls the worker later is in the Contribution.
+    Raises MissingDependency, RunError, DataError, LoginError, SwarmError, each a plain message with the way out, before
+    anything starts; what befalls the worker later is in the Contribution.
     """
     surface = open_surface(surface, accept_terms=accept_terms) if isinstance(surface, str) else surface
     caps = {"max_hours": max_hours, "max_gb": max_gb, "max_mbps": max_mbps}
@@ -176,7 +177,8 @@ def _read(
     run: str | Path, data: str | Sequence[str] | None, peers: list[str], new_swarm: bool, max_mbps: float | None,
     **allowed: bool,
 ):  # fmt: skip
-    """The run, and whom to ask first. Raises RunError or DataError."""
+    """The run, and whom to ask first. Raises RunError, DataError or MissingDependency."""
+    packages.require("train")
     from volunteer_kit.runs import load_run, require_ready, with_data  # brings torch, which takes seconds
 
     config = with_data(load_run(run, **allowed), data)

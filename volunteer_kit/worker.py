@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from volunteer_kit import packages
 from volunteer_kit.training.protocol import (
     BROKEN,
     OFFLINE,
@@ -29,7 +30,6 @@ from volunteer_kit.training.protocol import (
     parse_command,
 )
 
-INSTALL = "pip install -U volunteer-kit"
 MAY_PASS = ("dead_peers", "away", "down", "limit")  # kinds of trouble: nobody of the swarm, or no authority, answers
 PATIENCE = 45.0  # s for the worker of a kernel that was killed to say goodbye
 
@@ -95,7 +95,8 @@ def main() -> int:
         from volunteer_kit.swarm.children import BROKEN as IS_BROKEN
         from volunteer_kit.swarm.children import end_program
     except ImportError as e:
-        voice("error", kind="install", message=f"The kit is not installed completely: {e}\nInstall it again: {INSTALL}")
+        told = packages.explained(e) if isinstance(e, ModuleNotFoundError) else None
+        voice("error", kind="install", message=told or f"The kit cannot be used here: {e}\n1. volunteer-kit doctor")
         return REFUSED
     line = stdin.readline()
     if not line:  # the volunteer thought better of it

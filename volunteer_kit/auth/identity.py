@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from volunteer_kit.packages import setup_command
+
 TOKEN_URL = "https://huggingface.co/settings/tokens/new?tokenType=fineGrained"
 READ_TOKEN_URL = "https://huggingface.co/settings/tokens/new?tokenType=read"
 GIVES_AWAY = "   Whoever gets hold of a read token can read your private repositories."
@@ -140,7 +142,7 @@ def _ask(token: str) -> dict[str, Any] | LoginError:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
-        steps = ("pip install 'huggingface_hub>=0.30'", "Restart the kernel, and join again.")
+        steps = (f"Run: {setup_command()}", "Restart the kernel, and join again.")
         return LoginError("missing", _steps("huggingface_hub is not installed, so nobody can be logged in.", *steps))
     try:
         answer = in_time(lambda: HfApi().whoami(token=token))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from volunteer_kit import packages
 from volunteer_kit.convert.dalle import export_dalle, import_dalle, is_dalle
 from volunteer_kit.convert.files import ConvertError, Source, read_checkpoint, sha256_of, tensors_of
 from volunteer_kit.convert.vqgan import convert_vqgan, is_vqgan
@@ -33,6 +34,7 @@ def convert(
     `config` is a VQGAN's model.yaml, for one whose sizes cannot be told from its weights.
     Raises ConvertError, CheckpointError, RunError, MissingDependency.
     """
+    packages.require("train")
     source = Path(source)
     chosen = run if run is None or isinstance(run, RunConfig) else load_run(run)
     if source.is_dir():

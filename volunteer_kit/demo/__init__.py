@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from volunteer_kit import packages
 from volunteer_kit.checkpoint import Checkpoint
 from volunteer_kit.demo.state import DemoState, first_and_last_loss
 from volunteer_kit.demo.swarm import DemoError, DemoSwarm
@@ -49,9 +50,10 @@ def run_demo(
     One volunteer is killed and one more is added on the way. Curve, pictures, summary and the trained model go to
     `out` (default ./demo-out/RUN-TIME). Prints as it goes, and one line of JSON last; returns a DemoResult.
     `data` names shards for runs that read shards; `batch_size` and `threads` are each volunteer's (None: chosen).
-    Raises RunError before anything starts, DemoError if a volunteer cannot go on. Ctrl-C and SIGTERM leave in good
-    order and raise KeyboardInterrupt; a second one ends everything at once.
+    Raises MissingDependency or RunError before anything starts, DemoError if a volunteer cannot go on. Ctrl-C and
+    SIGTERM leave in good order and raise KeyboardInterrupt; a second one ends everything at once.
     """
+    packages.require("demo")
     config = with_data(run if isinstance(run, RunConfig) else load_run(run), data)
     require_ready(config, draws=True)
     folder = _make_folder(out, config.run_id)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from volunteer_kit.demo.state import DemoState
+from volunteer_kit.packages import with_kit_path
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.runs import RunConfig
 from volunteer_kit.storage.socket_folders import remove_stale_folders
@@ -172,13 +173,11 @@ class DemoSwarm:
 
     def _start_bootstrap(self) -> list[str]:
         name, _, value = self._mark.partition("=")
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with open(self.logs / "first-peer.log", "ab") as log:
             self._bootstrap = subprocess.Popen(
                 [sys.executable, "-m", "volunteer_kit.demo.bootstrap"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env={**os.environ, name: value, "PYTHONPATH": path}, start_new_session=True,
+                env={**with_kit_path(os.environ), name: value}, start_new_session=True,
             )  # fmt: skip
         answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         stdout = self._bootstrap.stdout

@@ -77,7 +77,7 @@ def _text(path: Path) -> str:
 _NO_XLA = (
     "A {name} is here, but PyTorch cannot use it without torch_xla; the CPU trains instead.\n"
     "  1. Install the torch_xla of your PyTorch's version, then start the notebook's kernel anew:\n"
-    "     pip install 'volunteer-kit[tpu]'\n"
+    "     volunteer-kit setup tpu\n"
     "  2. Or choose a GPU in the notebook's settings."
 )
 _UNKNOWN = (

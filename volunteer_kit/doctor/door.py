@@ -40,16 +40,18 @@ def doctor(
     :returns: all findings; taking part can succeed if none is a problem
     """
     pending = [
-        Look("packages", SHORT, looks.packages),
         Look("device", LOADING, lambda: looks.device(LOADING - 1)),
         Look("open files", SHORT, looks.open_files),
     ]
     findings = [verdicts.current_python()]
     config, run_finding = _load(run, folder) if run is not None else (None, None)
+    purpose = "finetune" if config is not None and not config.draws else "train"
+    findings.append(Look("packages", SHORT, lambda: looks.packages(purpose)).finding())
     pending += _looks_that_depend_on(config, _home(home))
     findings += [look.finding() for look in pending]
     if run_finding is not None:
         findings.append(run_finding)
+    host = None
     if config is not None:
         host = host_side(run, config.run_id, folder)
         if host is None and _has_no_key_yet(config):
@@ -57,6 +59,9 @@ def doctor(
         if host is not None and not host.saved:
             findings.append(verdicts.not_started(str(run)))
         findings += _of_run(config, host)
+    if run is not None:
+        is_host = host is not None or (config is None and folder is not None)
+        findings.append(Look("host packages", SHORT, lambda: looks.host_packages(is_host)).finding())
     for line in report(findings):
         say(line)
     return findings

@@ -1,9 +1,11 @@
-"""Looking at this machine and at a run; what it means is in verdicts.py. Each look ends by itself, or is cut off."""
+"""Looking at this machine and at a run; what it means is in verdicts.py. Each look ends by itself, or is cut off.
+
+What a look needs beside the standard library it imports itself: without a package the other looks go on.
+"""
 
 from __future__ import annotations
 
 import email.utils
-import importlib.metadata
 import json
 import os
 import re
@@ -22,16 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import requests
-
-from volunteer_kit.device.machine import usable_memory
 from volunteer_kit.doctor import verdicts
 from volunteer_kit.doctor.finding import Finding
+from volunteer_kit.packages import lacking, steps, version_of, with_kit_path
 
 if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 ANSWER_WITHIN = 10.0  # s for one question over HTTP
 
 
@@ -61,25 +60,16 @@ class Look:
 # --- this machine ---
 
 
-def packages() -> Finding:
-    from volunteer_kit.model.upstream import INSTALL_LINE
-
-    listed = ROOT / "requirements.txt"
-    if listed.is_file():  # a checkout
-        required = [line for line in listed.read_text().splitlines() if line and not line.startswith("#")]
-    else:
-        required = [line for line in importlib.metadata.requires("volunteer-kit") or () if "extra ==" not in line]
-    names = [re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in required]
-    unlisted = [word.partition("==")[0] for word in INSTALL_LINE.split() if "==" in word]
-    installed = {name: _version(name) for name in [*names, *unlisted]}
-    return verdicts.packages(required, installed, f"python -m {INSTALL_LINE}")
+def packages(purpose: str = "train") -> Finding:
+    """:param purpose: train or finetune, as the run says"""
+    lacks, needed = lacking(purpose, strict=True), lacking(purpose)
+    versions = {name: version_of(name) for name in ("torch", "hivemind", "numpy")}
+    return verdicts.packages(lacks, needed, versions, "\n".join(steps(lacks, [purpose])))
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def host_packages(is_host: bool) -> Finding:
+    lacks = [lack for lack in lacking("host") if lack not in lacking("train")]
+    return verdicts.host_packages(lacks, "\n".join(steps(lacks, ["host"])), is_host)
 
 
 def device(within: float) -> Finding:
@@ -88,6 +78,8 @@ def device(within: float) -> Finding:
 
 
 def memory(parameters: int | None) -> Finding:
+    from volunteer_kit.device.machine import usable_memory
+
     return verdicts.memory(*usable_memory(), parameters)
 
 
@@ -103,6 +95,8 @@ def open_files() -> Finding:
 
 def clock(urls: Sequence[str]) -> Finding:
     """Against the first of these that tells the time."""
+    import requests
+
     for url in urls:
         before = time.time()
         with suppress(requests.RequestException):
@@ -136,6 +130,8 @@ def hub(endpoint: str, needed: bool) -> Finding:
 
 def _http_error(url: str) -> str | None:
     """Why it does not answer, or answers with an error of its own; None: it answers."""
+    import requests
+
     try:
         answer = requests.get(url, timeout=ANSWER_WITHIN, allow_redirects=False, stream=True)
         answer.close()
@@ -209,11 +205,10 @@ def _certificate_end(host: str, port: int) -> float:
 
 def probe(words: Sequence[str], within: float) -> dict:
     """probe.py's line; it and all that it started are ended after `within` s. Raises TimeoutExpired, OSError."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "volunteer_kit.doctor.probe", *words],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, "HIVEMIND_LOGLEVEL": "CRITICAL"}, start_new_session=True,
+        env={**with_kit_path(os.environ), "HIVEMIND_LOGLEVEL": "CRITICAL"}, start_new_session=True,
     )  # fmt: skip
     try:
         out, error = process.communicate(timeout=within)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import InvalidVersion, Version
-
 from volunteer_kit.doctor.finding import Finding
+from volunteer_kit.packages import Lack
 
 GB = 1e9
 BASE_MEMORY = 1.5 * GB  # Python, torch and hivemind's processes, measured with the demo's model
@@ -17,7 +15,6 @@ CHECKPOINTS = 3  # kept at a time, and one that is being written
 CLOCK_LIMIT = 3.0  # s; hivemind refuses records of who is further off
 CERTIFICATE_SOON = 14.0  # days
 OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
-UPDATE = "python -m pip install -U volunteer-kit"
 
 
 def python(version: Sequence[int]) -> Finding:
@@ -27,38 +24,32 @@ def python(version: Sequence[int]) -> Finding:
     return Finding("Python", "ok", text)
 
 
-def packages(required: Sequence[str], installed: Mapping[str, str | None], extra_line: str) -> Finding:
-    """:param required: as requirements.txt has them
-    :param installed: name -> version, None: not there
-    :param extra_line: what installs the packages that have no entry in `required`"""
-    missing, old, unlisted = [], [], []
-    names = set()
-    for line in required:
-        try:
-            wanted = Requirement(line)
-        except InvalidRequirement:
-            continue
-        names.add(wanted.name)
-        found = installed.get(wanted.name)
-        if found is None:
-            missing.append(wanted.name)
-        elif not _satisfies(found, wanted):
-            old.append(f"{wanted.name} {found} (needs {wanted.specifier})")
-    unlisted = [name for name, found in installed.items() if name not in names and found is None]
-    if unlisted:
-        return Finding("packages", "problem", f"missing: {', '.join([*missing, *unlisted])}", extra_line)
-    if missing or old:
-        told = ", ".join([*(f"{name} is missing" for name in missing), *old])
-        return Finding("packages", "problem", told, UPDATE)
-    chosen = ("torch", "hivemind", "numpy")
-    return Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in chosen if installed.get(name)))
+def packages(
+    lacks: Sequence[Lack], needed: Sequence[Lack], versions: Mapping[str, str | None], way_out: str
+) -> Finding:
+    """Of who trains.
+
+    :param lacks: all that is absent, or older than the kit asks for
+    :param needed: those of them without which training cannot begin
+    :param versions: of the packages that decide most
+    """
+    if lacks:
+        return Finding("packages", "problem" if needed else "warning", _told(lacks), way_out)
+    return Finding("packages", "ok", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
 
 
-def _satisfies(found: str, wanted: Requirement) -> bool:
-    try:
-        return wanted.specifier.contains(Version(found), prereleases=True)
-    except InvalidVersion:
-        return True
+def host_packages(lacks: Sequence[Lack], way_out: str, is_host: bool) -> Finding:
+    """Of who hosts a run; for others that is a remark."""
+    if lacks:
+        text = _told(lacks) if is_host else f"only a host needs them: {_told(lacks)}"
+        return Finding("host packages", "problem" if is_host else "ok", text, way_out)
+    return Finding("host packages", "ok", "all are there")
+
+
+def _told(lacks: Sequence[Lack]) -> str:
+    absent = [lack.name for lack in lacks if lack.found is None]
+    wrong = [f"{lack.name} {lack.found} (needs {lack.line[len(lack.name) :]})" for lack in lacks if lack.found]
+    return "; ".join([*([f"missing: {', '.join(absent)}"] if absent else []), *wrong])
 
 
 def device(name: str, kind: str, free_gb: float, problems: Sequence[str]) -> Finding:

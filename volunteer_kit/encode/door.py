@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from volunteer_kit import packages
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import expand_shards, shown
 from volunteer_kit.data.source import Limits
@@ -50,6 +51,7 @@ def encode(
     for shards that cannot be found, a folder of other shards, a full disk, and, after all others are finished, shards
     that cannot be read; ImageTokenizerError.
     """
+    packages.require("encode")
     config = run if isinstance(run, RunConfig) else load_run(run)
     require_pictures(config)
     settings = settings_of(config)

@@ -15,6 +15,8 @@ import threading
 import time
 from contextlib import suppress
 
+from volunteer_kit import packages
+
 GRACE = 10.0  # s between SIGTERM and SIGKILL
 
 
@@ -26,7 +28,14 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     threading.Thread(target=_follow, args=(leash,), name="leash", daemon=True).start()
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        text = str(error) if isinstance(error, packages.MissingDependency) else packages.explained(error)
+        if text is None:
+            raise
+        print(text, file=sys.stderr, flush=True)
+        sys.exit(packages.EXIT_CODE)
 
 
 def _follow(leash: int) -> None:

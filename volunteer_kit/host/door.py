@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from volunteer_kit import packages
 from volunteer_kit.host import parts
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.plain import host_peer_only
@@ -59,7 +60,7 @@ def host_run(
     :param identity_path: key of the first peer, copied into the folder at the first start
     :param host_maddrs: where the first peer listens; default: all addresses, a port that stays the same
     :param announce_maddrs: what others dial instead, behind a router
-    Raises RunError, SwarmError, HostError, KeysError.
+    Raises MissingDependency, RunError, SwarmError, HostError, KeysError.
     """
     inbox: queue.SimpleQueue[News] = queue.SimpleQueue()  # written in C: a signal handler may put into it at any time
     stopped = stop.is_set if stop else lambda: False
@@ -115,6 +116,8 @@ class Host:
         say: Callable[[str], None],
     ):
         from volunteer_kit.run_reader import find_run_file
+
+        packages.require("host")
         from volunteer_kit.runs import load_run  # torch: seconds, and nothing for a process on a leash
 
         self._source = find_run_file(str(run))
@@ -144,7 +147,10 @@ class Host:
             )
         remembered = HostSettings.remembered(saved)
         settings = self._given.over(remembered)
-        read_given(self._source, authority_url(settings), NO_KEY)  # before anything is made
+        _, config = read_given(self._source, authority_url(settings), NO_KEY)  # before anything is made
+        packages.require("host", "train" if config.draws else "finetune")
+        if settings.tracker:
+            packages.require_tracker(settings.tracker)
         maddrs = {"host_maddrs": [*settings.host_maddrs], "announce_maddrs": [*settings.announce_maddrs]}
         check_addresses(PeerConfig(**maddrs))
         self.folder.lock()

@@ -20,13 +20,15 @@ from typing import Any, NamedTuple
 
 from volunteer_kit.home import log_end
 from volunteer_kit.host.log import BoundedLog
+from volunteer_kit.packages import EXIT_CODE as LACKS_PACKAGE
+from volunteer_kit.packages import folders_changed, with_kit_path
 from volunteer_kit.process_group import kill_all, wait_for_exit
 from volunteer_kit.storage.socket_folders import remove_stale_folders
 
 # environments are listed by `ps e`, and inherited
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "VOLUNTEER_KIT_DATABASE")
 LINE_LIMIT = 2**20  # bytes
-ROOT = Path(__file__).resolve().parents[2]
+LOOK_FOR_PACKAGES = 2.0  # s between two looks for one that a part lacks
 
 
 class Part(NamedTuple):
@@ -155,9 +157,13 @@ class Watch:
     def _keep_up(self) -> None:
         try:
             while not self._stopping:
+                folders = folders_changed()
                 code = self._run_once()
                 if self._stopping:
                     return
+                if code == LACKS_PACKAGE:
+                    self._await_packages(folders)
+                    continue
                 lasted = time.monotonic() - self._up_at if self._was_up else 0.0
                 pause = self._patience.crashed(time.monotonic(), lasted)
                 self._tell_crash(f"{self.part.name} {self._how_ended(code)}", pause)
@@ -165,6 +171,14 @@ class Watch:
                     self._wake.get(timeout=pause)
         finally:
             self._log.close()
+
+    def _await_packages(self, folders: tuple[int, ...]) -> None:
+        """A new start cannot mend a missing package: it is told once, and waited until one was installed."""
+        said = log_end(self.log_path)
+        self._tell(News("failing", self.part.name, f"{self.part.name} lacks a package. {self.log_path} says:\n{said}"))
+        while not self._stopping and folders_changed() == folders:
+            with suppress(queue.Empty):
+                self._wake.get(timeout=LOOK_FOR_PACKAGES)
 
     def _tell_crash(self, what: str, pause: float) -> None:
         """Each, while that is news; when it fails again and again once, until it was up in between."""
@@ -213,13 +227,12 @@ class Watch:
         environment = {k: v for k, v in os.environ.items() if self.part.needs_token or k not in SECRETS}
         environment |= dict(self.part.environment)
         environment |= dict(mark.split("=", 1) for mark in (self._mark, own))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         return subprocess.Popen(
             [sys.executable, "-u", "-m", "volunteer_kit.host.child", *self.part.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment,
+            env=with_kit_path(environment),
             start_new_session=True,
         )
 

@@ -7,6 +7,8 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from volunteer_kit.packages import update_lines
+
 FORMAT = 1  # PRAGMA user_version
 BUSY = 10.0  # s to wait for the other process; a write takes milliseconds
 WAL_LIMIT = 4 * 2**20  # bytes that the log beside the file may keep once it has been taken over
@@ -92,7 +94,7 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     if found > FORMAT:
         raise JournalError(
             f"{path} was written by a newer volunteer-kit (format {found}; this one knows up to {FORMAT}).\n"
-            "1. Update this one: python -m pip install --upgrade volunteer-kit"
+            f"{update_lines()}"
         )
     return found
 

@@ -21,7 +21,7 @@ from volunteer_kit.model.layers import layer_norm, layers_of, run_cached, run_la
 from volunteer_kit.model.layout import Layout
 from volunteer_kit.model.matmul import Words, token_losses
 from volunteer_kit.model.sampling import guide, sample
-from volunteer_kit.model.upstream import MissingDependency
+from volunteer_kit.packages import MissingDependency
 
 __all__ = ["Dalle", "DalleConfig", "DalleLoss", "MissingDependency", "PRESETS"]
 

@@ -14,10 +14,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from torch import nn
 
+from volunteer_kit import packages
 from volunteer_kit.model.repository import Place, check_settings, look_through
 
 Quantization = Literal["4bit"]
-NEEDS = "Fine-tunes need transformers, peft and accelerate: pip install 'volunteer-kit[hf]'"
 
 
 class LoraSettings(BaseModel):
@@ -62,8 +62,9 @@ def build_transformers(
     :param weights: False: with adapters, the base has shapes only, on the device `meta`
     :param quantization: of the base, this machine's own choice: "4bit" is QLoRA's (Dettmers et al. 2023,
         arXiv:2305.14314); needs bitsandbytes and adapters
-    Raises ValueError, ModelRefused among them, OSError (it cannot be had from the Hub), ImportError.
+    Raises ValueError, ModelRefused among them, OSError (it cannot be had from the Hub), MissingDependency.
     """
+    packages.require("finetune", *(["4bit"] if quantization else []))
     if quantization and (config.lora is None or config.transformers is None):
         raise ValueError("A quantized model cannot be trained itself: give the run's model `transformers` and `lora`.")
     with torch.random.fork_rng(devices=[]):

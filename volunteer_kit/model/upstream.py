@@ -2,8 +2,8 @@
 
 The packages are real dependencies: their transformer and their VQGAN layers do the computing. But their own
 `__init__` and `vae.py` import pkg_resources, torchvision, pytorch-lightning and OmegaConf, and their lists of
-requirements cannot be built any more. So they are installed with --no-deps, and the few modules needed are
-imported here under a bare package that stands in for the real `__init__` while the import lasts.
+requirements cannot be built any more. So `volunteer-kit setup` installs them with --no-deps, and the few modules needed
+are imported here under a bare package that stands in for the real `__init__` while the import lasts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ import sys
 import threading
 import types
 
-INSTALL_LINE = "pip install --no-deps dalle-pytorch==1.6.6 taming-transformers-rom1504==0.0.6"
-EXTRAS_LINE = "pip install einops rotary-embedding-torch axial_positional_embedding"
+from volunteer_kit import packages
+from volunteer_kit.packages import MissingDependency
 
 _lock = threading.Lock()
 _loaded: dict[str, types.ModuleType] = {}  # theirs, by full name; kept here so that each class exists once
-
-
-class MissingDependency(ImportError):
-    """A package that the model is made of is not installed; the message has the line that installs it."""
 
 
 def dalle_transformer() -> types.ModuleType:
@@ -62,7 +58,8 @@ def _import(package: str, name: str) -> types.ModuleType:
             return _loaded[full_name]
         spec = importlib.machinery.PathFinder.find_spec(package)
         if spec is None or spec.submodule_search_locations is None:
-            raise MissingDependency(_advice(package, INSTALL_LINE))
+            packages.require_upstream()
+            raise MissingDependency(f"The package {package!r} cannot be found. {packages.setup_command()}")
         others = _take_out(package)
         try:
             sys.modules[package] = _bare_package(package, list(spec.submodule_search_locations))
@@ -70,7 +67,8 @@ def _import(package: str, name: str) -> types.ModuleType:
             importlib.import_module(full_name)
             _loaded.update({key: module for key, module in _take_out(package).items() if key != package})
         except ImportError as error:
-            raise MissingDependency(_advice(error.name or package, INSTALL_LINE, EXTRAS_LINE)) from error
+            told = packages.explained(error) if isinstance(error, ModuleNotFoundError) else None
+            raise MissingDependency(told or f"The package {package!r} cannot be used: {error}") from error
         finally:
             _take_out(package)
             sys.modules.update(others)
@@ -91,8 +89,3 @@ def _bare_package(package: str, path: list[str]) -> types.ModuleType:
             setattr(vae, name, type(name, (), {"__module__": vae.__name__}))
         _loaded["dalle_pytorch.vae"] = vae
     return bare
-
-
-def _advice(missing: str, *lines: str) -> str:
-    steps = "\n".join(f"  {number}. {line}" for number, line in enumerate(lines, start=1))
-    return f"The package {missing!r} is needed to build the model and is not installed. Run in your terminal:\n{steps}"

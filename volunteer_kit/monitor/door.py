@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from volunteer_kit import packages
 from volunteer_kit.auth.process_token import keep_token
 from volunteer_kit.home import Home
 from volunteer_kit.monitor import asked
@@ -58,9 +59,10 @@ def monitor_run(
     :param tracker: "trackio" or "wandb"
     :param checkpoint_every: epochs
     :param done: asked after each turn whether it is enough
-    Raises RunError, MonitorError, KeysError, SwarmError. Must be called in the main thread.
+    Raises MissingDependency, RunError, MonitorError, KeysError, SwarmError. Must be called in the main thread.
     """
     config = run if isinstance(run, RunConfig) else load_run(run)
+    packages.require("train" if config.draws else "finetune")
     home = Home(monitor_folder(config.run_id, folder))
     found = find_tracker(tracker) if tracker else None
     token = _take_token(push_to)

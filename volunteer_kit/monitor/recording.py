@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from volunteer_kit.monitor.errors import MonitorError
+from volunteer_kit.packages import require_tracker
 
 WAITING = 256  # rows; what comes while a tracker does not answer is dropped, newest first
 FILE_LIMIT = 64 * 2**20  # bytes of metrics.jsonl; then it is put aside, and the one put aside before is lost
@@ -27,14 +27,9 @@ class Tracker(Protocol):
 
 
 def find_tracker(name: str) -> Tracker:
-    """Raises MonitorError with the install line."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise MonitorError(
-            f"{TRACKERS[name]} is not installed ({error.name!r} is missing).\n"
-            f"1. Install it: python -m pip install {name}\n2. Or leave --{name} out; metrics are in the journal anyway."
-        ) from None
+    """Raises MissingDependency with the install line."""
+    require_tracker(name)
+    return importlib.import_module(name)
 
 
 class Recorder:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from volunteer_kit.packages import MissingDependency, setup_command
+
 from .exact_state import ExactStateOptimizer
 
 BATCH_ELEMENTS = 2**18  # small tensors are updated together up to this many, so that temporaries stay in the cache
@@ -175,7 +177,8 @@ def fused_kernels() -> ModuleType:
     try:
         from volunteer_kit.optim import fused
     except ImportError as cause:
-        raise ImportError("LAMB of large tensors on the CPU needs numba: pip install -U numba") from cause
+        told = f"LAMB of large tensors on the CPU needs numba, which cannot be imported: {cause}"
+        raise MissingDependency(f"{told}\n1. Run: {setup_command()}\n2. Then restart the notebook's kernel.") from cause
     return fused
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from volunteer_kit.packages import update_lines
 from volunteer_kit.runs import PROTOCOL_VERSION, RunConfig
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.records import PeerRecord
@@ -30,8 +31,7 @@ def _mismatch(run: RunConfig, others: list[PeerRecord]) -> SwarmError | None:
     if others and all(record.protocol > PROTOCOL_VERSION for record in others):
         return SwarmError(
             f"This kit is too old for the run {run.run_id!r}: the others have a newer one, and would not "
-            "understand yours.\n1. Update it: pip install -U volunteer-kit\n"
-            "2. In a notebook, restart the kernel, and run the cells again.",
+            f"understand yours.\n{update_lines()}\n3. In a notebook, restart the kernel, and run the cells again.",
             kind="outdated",
         )
     if others and not any(record.fingerprint == run.fingerprint for record in others):
@@ -39,7 +39,7 @@ def _mismatch(run: RunConfig, others: list[PeerRecord]) -> SwarmError | None:
             f"The swarm trains the run {run.run_id!r} with other settings than yours "
             f"(fingerprint {others[0].fingerprint[:12]}, yours is {run.fingerprint[:12]}), so your gradients would "
             "not fit.\n1. Ask the host for the current run file and use it.\n"
-            "2. If it is the same file, update the kit: pip install -U volunteer-kit",
+            f"If it is the same file, update the kit:\n{update_lines(2)}",
             kind="wrong_run",
         )
     return None

@@ -21,13 +21,17 @@ from typing import Any
 
 import torch
 
+from volunteer_kit import packages
+
 try:
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as e:
-    raise ImportError("SwarmTrainer needs transformers and accelerate: pip install 'volunteer-kit[hf]'") from e
+    lacks = packages.lacking("finetune", strict=True)
+    told = packages.in_words(lacks, ["finetune"]) if lacks else f"SwarmTrainer cannot be used: {e}"
+    raise packages.MissingDependency(told) from e
 
 from volunteer_kit.swarm.children import broken
 from volunteer_kit.swarm.errors import SwarmError

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from volunteer_kit.auth.authority.backups import Backups, damaged, is_damage, require_private, require_whole
 from volunteer_kit.auth.authority.settings import AuthorityError
 from volunteer_kit.auth.authority.tables import SCHEMA, RunRow, Table
+from volunteer_kit.packages import setup_command
 
 PATIENCE = 5  # s that a statement waits for another's lock, or for a connection
 LOST_CHANGES = 1000  # of the ban list, at most, since the backup was made
@@ -150,7 +151,7 @@ def _engine(database: str) -> Engine:
     except ModuleNotFoundError as error:
         raise AuthorityError(
             f"The package {error.name!r}, which speaks to this database, is not installed.\n"
-            "1. python -m pip install 'psycopg[binary]'"
+            f"1. Run: {setup_command(['postgresql'])}"
         ) from None
     except ArgumentError:
         raise AuthorityError(
