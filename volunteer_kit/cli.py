@@ -110,6 +110,7 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Folder for pictures, curve and summary.")] = None,
 ) -> None:
     """A whole swarm on this machine: volunteers train, one is killed, one comes late; pictures at the end."""
+    packages.require("demo")  # here, too: the next line alone takes seconds
     from volunteer_kit.demo import run_demo
 
     result = run_demo(run=run, data=_one_or_many(data), peers=peers, minutes=minutes, out=out)
@@ -207,6 +208,7 @@ def generate(
     cond_scale: Annotated[float, typer.Option(min=0, max=20, help="Above 1: closer to the caption.")] = 1.0,
 ) -> None:
     """Draw captions with a trained checkpoint."""
+    packages.require("train")
     from volunteer_kit.generate import generate_images
 
     result = generate_images(
@@ -230,6 +232,7 @@ def convert(
     config: Annotated[Path | None, typer.Option(help="A VQGAN's model.yaml, if it has sizes of its own.")] = None,
 ) -> None:
     """Make a published VQGAN or a dalle-pytorch checkpoint the kit's, or a checkpoint dalle-pytorch's."""
+    packages.require("train")
     from volunteer_kit.convert import convert as door
 
     door(source, target, run=run, config=config)
@@ -245,6 +248,7 @@ def encode(
     threads: Annotated[int | None, typer.Option(min=1, max=256, help="Of each process; default: 1.")] = None,
 ) -> None:
     """Make code shards of image shards, once, so that training needs no encoder. Goes on where it was stopped."""
+    packages.require("encode")
     from volunteer_kit.encode.door import encode as door
 
     result = door(shards, out, run=run, workers=workers, threads=threads, say=functools.partial(print, flush=True))
@@ -267,6 +271,7 @@ def train_tokenizer(
     data: Data = None,
 ) -> None:
     """Train an image tokenizer on generated scenes, and on shards with --data. Numbers not given are the recipe's."""
+    packages.require("encode")
     from volunteer_kit import train_tokenizer as door
     from volunteer_kit.run_reader import RunError
 

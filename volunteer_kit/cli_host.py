@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from volunteer_kit import packages
+
 Run = Annotated[str, typer.Argument(help="A run's name, the path of its YAML file, or org/name.")]
 Name = Annotated[str, typer.Argument(help="A name at the Hugging Face Hub.")]
 OfRun = Annotated[str | None, typer.Option("--run", help="The run whose authority is meant.")]
@@ -53,6 +55,7 @@ def authority(
     ] = False,
 ) -> None:
     """Let people into a run by their login at the Hub; moderators have a page there, /moderate. Ctrl-C stops it."""
+    packages.require("host")
     from volunteer_kit import authority_door
 
     if make_keys:

@@ -204,7 +204,7 @@ def _purpose(name: str) -> str:
     if purpose not in EXTRAS:
         raise SetupError(
             f"There is no {name!r} to set up.\n1. For training nothing is named: {KIT} setup\n"
-            f"2. Or one of these: {', '.join(by_extra.values())}; {KIT} setup host"
+            f"2. Or one of these: {', '.join(one for one in EXTRAS if one in by_extra.values())}; {KIT} setup host"
         )
     return purpose
 

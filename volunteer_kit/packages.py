@@ -256,7 +256,8 @@ def steps(lacks: Sequence[Lack], purposes: Iterable[str] = ()) -> Iterator[str]:
     """What to type."""
     yield f"Run in your terminal, or with “!” before it in a notebook: {setup_command(purposes)}"
     if any(lack.is_upstream for lack in lacks):
-        yield f"The same by hand: python -m {UPSTREAM_LINE}"
+        what = "The same" if all(lack.is_upstream for lack in lacks) else "Of these, dalle-pytorch and taming"
+        yield f"{what} by hand: python -m {UPSTREAM_LINE}"
 
 
 def setup_command(purposes: Iterable[str] = ()) -> str:
@@ -281,7 +282,8 @@ def explained(error: ImportError) -> str | None:
     for purpose, extra in EXTRAS.items():
         for line in [*requirements(extra), *UPSTREAM]:
             if module_of(name_of(line)).partition(".")[0] == module:
-                return in_words([Lack(name_of(line), line)], [purpose] if extra else ())
+                lack, all_lacks = Lack(name_of(line), line), lacking(purpose)
+                return in_words(all_lacks if lack in all_lacks else [lack], [purpose])
     return (
         f"The package {module!r} is not installed, and another package needs it.\n"
         f"1. See what else is lacking: {KIT} doctor\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +124,8 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
     if config is not None:
         from volunteer_kit.run_sizes import parameters_of, state_bytes
 
-        parameters, state = parameters_of(config), state_bytes(config)
+        with suppress(ImportError):  # told among the packages
+            parameters, state = parameters_of(config), state_bytes(config)
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     has_authority = config is not None and config.authority is not None
     needs_hub = has_authority or (config is not None and _reads_from_hub(config))
