@@ -32,7 +32,7 @@ $(STAMP): requirements.txt setup.cfg pyproject.toml
 	if [ -z "$$found" ]; then echo "No Python 3.10 or newer was found: install one, or name it: make install PYTHON=/path/to/python3"; exit 1; fi; \
 	"$$found" -c 'import ensurepip, venv' 2>/dev/null || { echo "$$found cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv), or name another Python: make install PYTHON=..."; exit 1; }; \
 	[ -x $(PY) ] || "$$found" -m venv $(VENV)
-	$(PY) -m pip install -q --upgrade pip wheel "setuptools>=66.1"
+	$(PY) -m pip install -q --upgrade pip wheel "setuptools>=77"
 	$(PY) -m pip install -q "$(TORCH)" -r requirements.txt
 	$(PY) -m pip install --no-deps dalle-pytorch==1.6.6 taming-transformers-rom1504==0.0.6
 	PYTHONWARNINGS=ignore $(PY) -m pip install -q --no-build-isolation -e '.[dev]'

@@ -225,11 +225,11 @@ def _is_there(module: str, may_be_bare: bool = False) -> bool:
 def _fits(found: str, bounds: str) -> bool:
     try:
         from packaging.specifiers import SpecifierSet
-        from packaging.version import InvalidVersion
+        from packaging.version import InvalidVersion, Version
     except ImportError:
         return True
     try:
-        return SpecifierSet(bounds).contains(found, prereleases=True)
+        return SpecifierSet(bounds).contains(Version(found), prereleases=True)
     except InvalidVersion:
         return True
 

@@ -86,8 +86,8 @@ def _use(config: RunConfig, repo: str) -> str:
         return fine_tune_card.use(config.model, repo)
     caption = config.captions[0] if config.captions else "a caption of yours"
     return (
-        "## How to draw with it\n\n```bash\npip install volunteer-kit\n"
-        f"hf download {repo} --local-dir model\n"
+        f"## How to draw with it\n\n```bash\nhf download {repo} --local-dir model\n"
+        "python -m pip install model/kit/volunteer_kit-*.whl && volunteer-kit setup\n"
         f'volunteer-kit generate "{caption}" --run model/run.yaml --checkpoint model\n```\n\n'
         "`model.safetensors` has the weights and, under `optimizer/`, the optimizer's statistics, so that training can "
         "go on from it; `meta.json` says what it is of. Nothing in here is pickled."
