@@ -17,13 +17,18 @@ from volunteer_kit.run_reader import RUN_FILES, RunError
 from volunteer_kit.runs import load_run
 
 DEMO = (RUN_FILES / "demo.yaml").read_bytes()
+PAGE = b"<!doctype html><html></html>"
 PAGES: dict[str, tuple[int, bytes]] = {
+    "/": (200, PAGE),
+    "/dashboard/": (200, PAGE),
+    "/elsewhere/run.yaml": (200, DEMO),
+    "/alone/": (200, b"fine\n"),
     "/run.yaml": (200, DEMO),
-    "/page": (200, b"<!doctype html><html></html>"),
-    "/large": (200, b"#" * (MAX_RUN_FILE + 1)),
-    "/elsewhere": (302, b""),
-    "/binary": (200, b"\xff\xfe\x00"),
-    "/portal": (200, b"Welcome to the hotel.\nRoom: 12\n"),
+    "/page.yaml": (200, PAGE),
+    "/large.yaml": (200, b"#" * (MAX_RUN_FILE + 1)),
+    "/moved.yaml": (302, b""),
+    "/binary.yaml": (200, b"\xff\xfe\x00"),
+    "/portal.yaml": (200, b"Welcome to the hotel.\nRoom: 12\n"),
 }
 FAULTS: dict[str, str] = {}  # path -> "cut", "reset", or another page's name
 CUT_AT = 100  # bytes of what was announced
@@ -35,7 +40,7 @@ def server() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             fault = FAULTS.get(self.path, "")
-            status, body = PAGES.get(f"/{fault}") or PAGES.get(self.path) or (404, b"")
+            status, body = PAGES.get(f"/{fault}.yaml") or PAGES.get(self.path) or (404, b"")
             self.send_response(status)
             self.send_header("Location", "/run.yaml")
             self.send_header("Content-Length", str(len(body)))
@@ -62,8 +67,12 @@ def test_a_link_is_a_run_and_an_earlier_copy_does_while_its_server_is_down(serve
     dead = "http://127.0.0.1:9/run.yaml"
     with pytest.raises(LinkError, match="does not answer"):
         fetch_run_file(dead, tmp_path / "run_files")
-    monkeypatch.setattr("volunteer_kit.run_link._get", lambda url, addresses: (_ for _ in ()).throw(ConnectionError()))
+    monkeypatch.setattr("volunteer_kit.run_link._get", _refuses)
     assert load_run(f"{server}/run.yaml") == load_run("demo") and kept.read_bytes() == DEMO
+
+
+def _refuses(*_: object) -> bytes:
+    raise ConnectionError
 
 
 @pytest.mark.parametrize("fault", ["cut", "reset", "portal", "page"])
@@ -85,7 +94,7 @@ def test_what_breaks_off_is_told_where_there_is_no_earlier_copy(server, tmp_path
 def test_a_server_that_falls_silent_is_as_one_that_is_down(server, tmp_path, monkeypatch):
     kept = fetch_run_file(f"{server}/run.yaml", tmp_path).path
 
-    def falls_silent(url: str, addresses: object) -> bytes:
+    def falls_silent(url: str, *_: object) -> bytes:
         raise urllib3.exceptions.ReadTimeoutError(None, url, "timed out")
 
     monkeypatch.setattr("volunteer_kit.run_link._get", falls_silent)
@@ -110,15 +119,45 @@ def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/gone", "HTTP 404"),
-        ("/elsewhere", "HTTP 302"),
-        ("/page", "a web page"),
-        ("/large", "no run file"),
-        ("/binary", "UTF-8"),
-        ("/portal", "YAML"),
+        ("/gone.yaml", "HTTP 404"),
+        ("/moved.yaml", "HTTP 302"),
+        ("/page.yaml", "a web page"),
+        ("/large.yaml", "no run file"),
+        ("/binary.yaml", "UTF-8"),
+        ("/portal.yaml", "YAML"),
     ],
 )
 def test_anything_else_is_told(server, tmp_path, monkeypatch, path, words):
     monkeypatch.setenv("VOLUNTEER_KIT_HOME", str(tmp_path))
     with pytest.raises(RunError, match=words):
         load_run(server + path)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "/", "/#join", "/?from=a-friend", "/dashboard", "/dashboard/", "/dashboard/#leaderboard", "/run.yaml",
+     "/run.yaml#top", "/elsewhere", "/elsewhere/", "/alone/"],
+)  # fmt: skip
+def test_the_address_of_each_of_a_hosts_pages_is_the_runs(server, tmp_path, address):
+    found = fetch_run_file(server + address, tmp_path)
+    assert found.path.read_bytes() == DEMO and found.endpoint == ("127.0.0.1", int(server.rpartition(":")[2]))
+
+
+def test_a_link_that_names_a_file_is_looked_for_nowhere_else(server, tmp_path):
+    with pytest.raises(LinkError, match="HTTP 404"):
+        fetch_run_file(f"{server}/gone.yaml", tmp_path)
+
+
+def test_what_was_tried_is_told(server, tmp_path, monkeypatch):
+    monkeypatch.delitem(PAGES, "/run.yaml")
+    with pytest.raises(LinkError) as told:
+        fetch_run_file(f"{server}/dashboard/", tmp_path)
+    for part in ("/dashboard/ (it is a web page", "/dashboard/run.yaml (its server", f"{server}/run.yaml (", "404"):
+        assert part in str(told.value)
+
+
+def test_a_login_page_before_all_addresses_leaves_the_earlier_copy(server, tmp_path, monkeypatch):
+    kept = fetch_run_file(server, tmp_path).path
+    for path in ("/", "/run.yaml"):
+        monkeypatch.setitem(PAGES, path, (200, PAGE))
+    assert fetch_run_file(server, tmp_path).path == kept and kept.read_bytes() == DEMO

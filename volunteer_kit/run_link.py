@@ -1,4 +1,8 @@
-"""A run file behind a link: fetched within bounds, kept for the day when its server is down."""
+"""A run file behind a link: fetched within bounds, kept for the day when its server is down.
+
+A link is the run file's own address, or that of a page of its host: the root, or the dashboard. Behind a page's
+address the file is looked for at the same server only.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import requests
 import urllib3
@@ -26,6 +31,7 @@ from volunteer_kit.storage import part_folder, put_in_place
 
 MAX_RUN_FILE = 256 * 1024  # bytes; a stranger wrote it
 PATIENCE = 20.0  # s for all of it
+ACCEPT = "application/yaml, text/yaml, text/plain;q=0.5, */*;q=0.1"  # a host's root is a page for browsers
 
 
 class LinkError(Exception):
@@ -34,6 +40,10 @@ class LinkError(Exception):
 
 class InsecureLink(LinkError):
     """The link is http:// and leads to another machine."""
+
+
+class WebPage(LinkError):
+    """There are pages for browsers, and no run file: a hotel's login page may stand before it."""
 
 
 class LinkedRun(NamedTuple):
@@ -56,7 +66,8 @@ def fetch_run_file(
     url: str, folder: Path, is_run: Callable[[Path], bool] = is_like_a_run, *, allow_http: bool = False
 ) -> LinkedRun:
     """The file behind an http(s) address, in `folder`; an earlier copy where the server does not answer, or gives
-    something else. Redirects are not followed: the link should be the file's own.
+    something else. The address may be the file's own, or that of a page of the run's host: then the file beside the
+    page is taken, or the one at the server's root. Redirects are not followed.
 
     :param is_run: what takes the earlier copy's place must pass; without an earlier copy anything is given, so that
         its mistakes can be told
@@ -68,11 +79,15 @@ def fetch_run_file(
         host, port = host_and_port(url)
         is_open = url.lower().startswith("http://")
         policy = AddressPolicy("loopback") if is_open and not allow_http else ANY_ADDRESS
-        text, connected = _get(url, policy)
+        text, connected = _find(candidates(url), policy)
     except AddressRefused as refusal:
         if "another machine" in str(refusal):
             raise InsecureLink(f"{refusal}, and by http:// anybody on the way can change what it sends") from None
         raise LinkError(str(refusal)) from None
+    except WebPage:
+        if kept.is_file():
+            return LinkedRun(kept, _endpoint_named(host, port))
+        raise
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         if kept.is_file():
             return LinkedRun(kept, _endpoint_named(host, port))
@@ -92,12 +107,10 @@ def _endpoint_named(host: str, port: int) -> tuple[str, int] | None:
 
 
 def _keep(text: bytes, kept: Path, is_run: Callable[[Path], bool]) -> tuple[Path, bool]:
-    """The file, and whether its content is `text`. Raises LinkError for a web page without an earlier copy, OSError."""
+    """The file, and whether its content is `text`. Raises OSError."""
     had_one = kept.is_file()
     if had_one and kept.read_bytes() == text:
         return kept, True
-    if text.lstrip()[:1] == b"<" and not had_one:
-        raise LinkError("it is a web page, not the file itself; on GitHub, take the link of the button Raw")
     kept.parent.mkdir(parents=True, exist_ok=True)
     with part_folder(kept) as part:
         written = part / kept.name
@@ -111,11 +124,51 @@ def _keep(text: bytes, kept: Path, is_run: Callable[[Path], bool]) -> tuple[Path
         return kept, False
 
 
-def _get(url: str, addresses: AddressPolicy) -> tuple[bytes, tuple[str, int] | None]:
+def candidates(url: str) -> list[str]:
+    """Where the run file may be, at the same server: behind the address itself, beside it, and at the root."""
+    parts = urlsplit(url)
+    itself = urlunsplit(parts._replace(fragment=""))
+    if parts.path.lower().endswith((".yaml", ".yml")):
+        return [itself]
+    page = urlunsplit(parts._replace(query="", fragment=""))
+    folder = page if page.endswith("/") else f"{page}/"
+    return list(dict.fromkeys([itself, urljoin(folder, "run.yaml"), urljoin(page, "/run.yaml")]))
+
+
+def _find(urls: list[str], addresses: AddressPolicy) -> tuple[bytes, tuple[str, int] | None]:
+    """The first that is no web page, as _get(). Raises LinkError with what each of them was, and what _get() raises if
+    the server does not answer."""
+    deadline = time.monotonic() + PATIENCE
+    tried: list[LinkError] = []
+    other: tuple[bytes, tuple[str, int] | None] | None = None  # neither page nor run; its mistakes can be told
+    for url in urls:
+        try:
+            found = _get(url, addresses, deadline)
+        except LinkError as error:
+            tried.append(error)
+            continue
+        if found[0].lstrip()[:1] == b"<":
+            tried.append(WebPage("it is a web page, not the file itself; on GitHub, take the link of the button Raw"))
+        elif b"run_id" in found[0] or len(urls) == 1:
+            return found
+        else:
+            other = other or found
+            tried.append(LinkError("it is no run file"))
+    if other is not None:
+        return other
+    if len(tried) == 1:
+        raise tried[0]
+    kind = WebPage if all(isinstance(error, WebPage) for error in tried) else LinkError
+    told = [f"{url[:300]} ({str(error).partition(';')[0]})" for url, error in zip(urls, tried, strict=True)]
+    raise kind(f"no run file was found at {', '.join(told)}")
+
+
+def _get(url: str, addresses: AddressPolicy, deadline: float) -> tuple[bytes, tuple[str, int] | None]:
     """The body, and the address and port that it came from, where no proxy stood between."""
     with Session(addresses) as session:
-        session.deadline = time.monotonic() + PATIENCE
-        with session.get(url, stream=True, timeout=10, headers={"Accept-Encoding": "identity"}) as answer:
+        session.deadline = deadline
+        asked = {"Accept": ACCEPT, "Accept-Encoding": "identity"}
+        with session.get(url, stream=True, timeout=10, headers=asked) as answer:
             if answer.status_code != 200:
                 raise LinkError(f"its server answered HTTP {answer.status_code}")
             text = answer.raw.read(MAX_RUN_FILE + 1)

@@ -111,8 +111,14 @@ def find_run(name: str, *, allow_http: bool = False) -> FoundRun:
         f"1. A run that comes with the kit: {', '.join(known)}.\n"
         "2. Your own: give the path of its YAML file.\n"
         "3. A run on the Hugging Face Hub: give its repository, as organization/name.\n"
-        "4. A run file on the web: give its address, https://..."
+        f"4. A run of somebody else: give its address, {_as_link(name)}."
     )
+
+
+def _as_link(name: str) -> str:
+    """A name that may be a host's, as its link."""
+    is_host = re.fullmatch(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d+)?(/.*)?", name)
+    return f"https://{name}" if is_host and not name.endswith((".yaml", ".yml")) else "https://..."
 
 
 def origin_of(path: Path) -> Origin:
@@ -161,7 +167,8 @@ def _linked_run_file(url: str, allow_http: bool) -> FoundRun:
     except LinkError as reason:
         raise RunError(
             f"The run behind {url[:300]} could not be read: {reason}.\n"
-            "1. Open the link in a browser: it should show lines of `key: value`.\n2. Ask the host for the right one."
+            "1. Open the link in a browser: it should show the run's page, or lines of `key: value`.\n"
+            "2. Ask the host for the right one."
         ) from None
     return FoundRun(found.path, Origin(kind="link", endpoint=found.endpoint))
 
