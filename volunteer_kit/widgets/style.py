@@ -52,9 +52,10 @@ STYLE = """<style>
   margin: 0; object-fit: cover; image-rendering: auto; background: var(--vk-card); }
 .vk-pictures figcaption { font-size: 12px; line-height: 1.35; color: var(--vk-soft); margin-top: 4px; }
 .vk h3 { font-size: 19px; line-height: 1.3; margin: 4px 0 10px; font-weight: 600; color: var(--vk-text); }
-.vk-terms { display: grid; grid-template-columns: minmax(110px, 168px) 1fr; gap: 7px 16px; margin: 0 0 10px; }
-.vk-terms dt { color: var(--vk-soft); font-weight: 400; margin: 0; } .vk-terms dd { margin: 0; }
-.vk-terms .vk-notice { background: var(--vk-warn); border-left: 3px solid var(--vk-busy); border-radius: 4px;
+.vk .vk-terms { display: grid; grid-template-columns: minmax(110px, 168px) 1fr; gap: 7px 16px; margin: 0 0 10px; }
+.vk .vk-terms dt { color: var(--vk-soft); font-weight: 400; }
+.vk .vk-terms :is(dt, dd) { margin: 0; float: none; width: auto; }  /* JupyterLab lets them float */
+.vk .vk-terms .vk-notice { background: var(--vk-warn); border-left: 3px solid var(--vk-busy); border-radius: 4px;
   padding: 4px 10px; }
 .vk-code { font: 600 22px/1.4 var(--jp-code-font-family, ui-monospace, monospace); letter-spacing: .14em; }
 .vk-error { color: var(--vk-bad); white-space: pre-line; min-height: 20px; }
