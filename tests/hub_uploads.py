@@ -41,7 +41,7 @@ class Uploads:
             self._say({"files": files})
         elif match := re.fullmatch(r"/api/(models|datasets)/(.+?)/commit/(.+)", path):
             self._require_writer(token)
-            self._commit(match[1], match[2], body)
+            self._commit(match[1], match[2], body, token)
         else:
             return False
         return True
@@ -72,9 +72,10 @@ class Uploads:
         place = f"http://localhost:{self.server.server_address[1]}/lfs/{asked['oid']}"
         return {**found, "actions": {"upload": {"href": place}}}
 
-    def _commit(self, kind: str, name: str, body: bytes) -> None:
+    def _commit(self, kind: str, name: str, body: bytes, token: str | None) -> None:
         hub = self.server
-        files = dict(hub.find(kind, name, None, None).files)
+        before = hub.find(kind, name, None, token)
+        files = dict(before.files)
         summary = ""
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
@@ -86,7 +87,7 @@ class Uploads:
                 files[value["path"]] = hub.lfs[value["oid"]]
             elif line["key"] == "deletedFile":
                 files.pop(value["path"], None)
-        commit = hub.add(kind, name, files)
+        commit = hub.add(kind, name, files, gated=before.gated, private=before.private)
         hub.commits.append((name, summary, files))
         self._say({"commitUrl": f"{hub.url}/{name}/commit/{commit}", "commitOid": commit})
 

@@ -70,12 +70,13 @@ class Authority:
 
 def make_authority(
     folder: Path, database: str | None = None, *, allowlist: Allowlist = ALLOWLIST, url: str = URL,
-    clock: Any = time.time, **settings: Any,
+    clock: Any = time.time, page_for: Any = lambda request: None, **settings: Any,
 ) -> Authority:  # fmt: skip
     keys = KeyFolder(folder / "keys")
     keys.create(RUN)
     storage = Storage(database or folder / "authority.sqlite", RUN)
-    return Authority(create_app(Settings(RUN, url, allowlist, **settings), storage, keys, clock), keys, storage)
+    about = Settings(RUN, url, allowlist, **settings)
+    return Authority(create_app(about, storage, keys, clock, page_for=page_for), keys, storage)
 
 
 @contextlib.contextmanager

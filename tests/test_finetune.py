@@ -38,6 +38,7 @@ from volunteer_kit.runs import (
     require_ready,
     with_data,
 )
+from volunteer_kit.ways_in import Offer
 
 TINY = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -177,8 +178,8 @@ def test_the_host_and_the_page_know_what_it_is(tmp_path):
     assert "Pictures" not in render(state) and "Pictures" in render(empty_state(run_info(load_run("demo"))))
     url, folder = "https://a.example", HostFolder(tmp_path)
     authority = AuthorityConfig.model_construct(open=True)
-    said = "\n".join(welcome("ours", url, HostSettings(), folder, [], [], authority, draws=run.draws))
-    assert "swarm_trainer" in said and url in said and "join" not in said.partition("Who may join")[0]
+    said = "\n".join(welcome("ours", Offer(url, draws=run.draws), HostSettings(), folder, [], [], authority))
+    assert f'swarm_trainer("{url}"' in said and "join" not in said.partition("Who may join")[0]
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None])

@@ -117,10 +117,12 @@ def test_it_says_how_to_join_serves_the_run_file_and_ends_in_order(hosts):
     chosen = ports()
     host = hosts(ports=chosen)
     text = host.wait_for(UP)
-    link = f"http://127.0.0.1:{chosen[0]}/run.yaml"
-    assert f'join_swarm("{link}")' in text and f"volunteer-kit join {link}" in text
+    url = f"http://127.0.0.1:{chosen[0]}"
+    assert f"volunteer-kit join {url}" in text and f"{url}/join.ipynb" in text and f"  {url}\n" in text
+    assert f'pip install "{url}/kit/volunteer_kit-' in text and "volunteer-kit setup" in text
+    assert not any(word in text for word in ("Colab", "Kaggle", "OWNER")), "nobody there could reach this machine"
     assert f"http://127.0.0.1:{chosen[0]}/moderate" in text and f"http://127.0.0.1:{chosen[1]}/" in text
-    served = get(link)
+    served = get(f"{url}/run.yaml")
     assert served == host.folder.run_file.read_text()
     assert f"/ip4/127.0.0.1/tcp/{chosen[2]}/p2p/QmPeer" in served and "ed25519:" in served
     assert "# 32x32 pixels -> 8x8 codes" in served  # the author's comments

@@ -80,6 +80,12 @@ def test_a_parts_warning_is_told_and_logged(watch, tmp_path):
     until(lambda: log.exists() and "a list was damaged" in log.read_text(), "not in the log")
 
 
+def test_a_parts_good_news_are_told(watch):
+    """Such as the link that opens the notebook in Colab, once the Hub has it."""
+    one = watch("import time\nprint('{\"said\": \"it opens in Colab\"}', flush=True)\ntime.sleep(100)\n")
+    assert one.news.get(timeout=20) == News("said", "part", "it opens in Colab")
+
+
 def test_the_parts_own_reason_is_told(watch):
     one = watch('print(\'{"error": "The port is taken.\\\\n1. Another"}\')\nraise SystemExit(2)\n')
     assert "says: The port is taken" in one.news.get(timeout=20).text

@@ -72,7 +72,7 @@ class HostOfTwo:
             if "Ctrl-C stops it" in line:
                 break
         alarm.cancel()
-        assert "For volunteers, any of these" in self.said and "Without" not in self.said, self.said
+        assert "For volunteers, one link" in self.said and "Without" not in self.said, self.said
         threading.Thread(target=self.process.stdout.read, daemon=True).start()
 
     def kill(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +18,8 @@ import torch
 from tests.hub import Hub
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.data.settings import DataConfig
+from volunteer_kit.host.settings import HostSettings
+from volunteer_kit.host.way_in import make_offer
 from volunteer_kit.monitor import errands
 from volunteer_kit.monitor.card import draw_curve, model_card
 from volunteer_kit.monitor.chore import Chore
@@ -23,6 +27,7 @@ from volunteer_kit.monitor.errands import Errands
 from volunteer_kit.monitor.kept import Kept, KeptStates
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.runs import build_model, load_run
+from volunteer_kit.ways_in import Offer, colab_link, is_pushed, read_offer
 
 TOKEN, REPO = "hf_hostwriteSecret", "cats/demo-model"
 HISTORY = [{"epoch": epoch, "loss": 5.0 - epoch / 10} for epoch in range(20)]
@@ -58,7 +63,7 @@ def hub(tmp_path):
 def task(run, checkpoint: Path, **changes) -> dict:
     words = {
         "repo": REPO, "checkpoint": str(checkpoint), "run": run.model_dump(mode="json"), "epoch": 20, "token": TOKEN,
-        "history": HISTORY, "leaders": LEADERS, "pictures": [],
+        "history": HISTORY, "leaders": LEADERS, "pictures": [], "host": None,
     }  # fmt: skip
     return {**words, **changes}
 
@@ -176,6 +181,92 @@ def test_pictures_are_drawn_from_a_checkpoint(run, checkpoint, tmp_path):
     assert "CheckpointError" in finish(chore)["error"]
 
 
+# --- the way in ---
+
+
+@pytest.fixture
+def host(run, tmp_path) -> Path:
+    """A host's folder with an offer for that repository."""
+    settings = HostSettings(push_to=REPO)
+    make_offer(tmp_path / "host", "https://run.example.org", settings, run)
+    return tmp_path / "host"
+
+
+def bring(run, host: Path, token: str = TOKEN) -> dict:
+    chore = Chore("volunteer_kit.monitor.push_way_in", 120.0)
+    chore.start(run=run.model_dump(mode="json"), host=str(host), token=token)
+    return finish(chore)
+
+
+def test_notebook_kit_and_card_are_brought_to_the_hub(run, hub, host):
+    assert bring(run, host) == {"repo": REPO, "is_private": False}
+    [(name, message, files)] = hub.commits
+    offer = read_offer(host)
+    assert name == REPO and set(files) == {"join.ipynb", f"kit/{offer.wheel}", "README.md"}
+    assert hashlib.sha256(files[f"kit/{offer.wheel}"]).hexdigest() == offer.sha256
+    assert files["join.ipynb"] == (host / "join.ipynb").read_bytes()
+    # the stand-in's address is not the real Hub's, so nothing says that Colab opens it
+    card = files["README.md"].decode()
+    assert "## Take part" in card and f"#sha256={offer.sha256}" in card and "colab" not in card
+    assert "step 0" not in card and "hf download" not in card, "there is no model yet"
+    assert offer.repo == REPO and is_pushed(host, offer)
+    assert f"{hub.url}/{REPO}/resolve/main/kit/{offer.wheel}" in files["join.ipynb"].decode()
+
+
+def test_a_card_that_is_there_stays_but_for_the_wheel_that_it_names(run, hub, host):
+    offer = read_offer(host)
+    old = f"# mine\npip install 'https://x/kit/volunteer_kit-0.0.9-py3-none-any.whl#sha256={'0' * 64}'\n"
+    hub.add("models", REPO, {"README.md": old.encode()})
+    bring(run, host)
+    card = hub.commits[0][2]["README.md"].decode()
+    assert card == f"# mine\npip install 'https://x/kit/{offer.wheel}#sha256={offer.sha256}'\n"
+
+
+def test_a_private_repository_is_told(run, hub, host):
+    hub.add("models", REPO, {}, private=True)
+    hub.admitted.add(TOKEN)
+    assert bring(run, host) == {"repo": REPO, "is_private": True}
+    assert read_offer(host).repo == "" and is_pushed(host, read_offer(host))
+
+
+def test_another_file_than_the_pinned_one_is_not_brought(run, hub, host):
+    (host / "join.ipynb").write_text("{}")
+    assert "has changed" in bring(run, host)["error"] and not hub.commits
+
+
+def test_it_is_brought_once_for_each_version_and_again_after_a_refusal(run, hub, host, monkeypatch):
+    monkeypatch.setattr(errands, "RETRY_FIRST", 0.2)
+    said: list[dict] = []
+    hub.fail("/commit/", times=1, status=403)
+    notes = Notes(host / "monitor" / "journal.sqlite")
+
+    def serve_until(is_so) -> None:
+        busy = Errands(
+            run, KeptStates(host / "monitor"), notes, REPO, TOKEN, lambda line: said.append(json.loads(line))
+        )
+        deadline = time.monotonic() + 120
+        try:
+            while not is_so():
+                busy.look()
+                time.sleep(0.05)
+                assert time.monotonic() < deadline
+            busy.look()
+            assert not busy._inviting.is_busy
+        finally:
+            busy.close()
+
+    serve_until(lambda: any("said" in line for line in said))
+    assert "not brought" in said[0]["warning"] and REPO in said[1]["said"] and TOKEN not in str(said)
+    assert len(hub.commits) == 1
+    looks = iter(range(20))
+    serve_until(lambda: next(looks, None) is None)  # another start of the same kit
+    assert len(hub.commits) == 1 and len(said) == 2
+    make_offer(host, "https://other.example.org", HostSettings(push_to=REPO), run)
+    serve_until(lambda: len(said) == 3)
+    assert len(hub.commits) == 2 and b"other.example.org" in hub.commits[1][2]["join.ipynb"]
+    notes.close()
+
+
 # --- the card ---
 
 
@@ -204,3 +295,29 @@ def test_the_card_of_a_run_on_others_data_names_them():
 def test_no_curve_of_less_than_two_points(tmp_path):
     assert draw_curve([], tmp_path / "a.png", "") is None
     assert draw_curve([{"epoch": 1, "loss": None}, {"epoch": 2, "loss": 3.0}], tmp_path / "a.png", "") is None
+
+
+OFFER = Offer(
+    "https://run.example.org", wheel="volunteer_kit-0.1.0-py3-none-any.whl", sha256="ab" * 32,
+    notebook_sha256="cd" * 32, push_to=REPO, repo=REPO,
+)  # fmt: skip
+
+
+def test_the_card_leads_in_while_the_run_goes_on(run):
+    card = model_card(run, REPO, 20, HISTORY, LEADERS, offer=OFFER)
+    for words in (
+        colab_link(REPO), "volunteer-kit join https://run.example.org", "https://run.example.org/join.ipynb",
+        f"https://huggingface.co/{REPO}/resolve/main/kit/{OFFER.wheel}#sha256={'ab' * 32}",
+    ):  # fmt: skip
+        assert words in card, words
+    assert "OWNER" not in card
+    assert "## Take part" not in model_card(run, REPO, 280, HISTORY, LEADERS, offer=OFFER), "it is finished"
+    local = replace(OFFER, url="http://127.0.0.1:8000")
+    assert "127.0.0.1" not in model_card(run, REPO, 20, HISTORY, LEADERS, offer=local)
+
+
+@pytest.mark.parametrize("offer", [None, OFFER, replace(OFFER, push_to="", repo=""), replace(OFFER, wheel="")])
+def test_the_card_installs_no_name_that_anybody_could_register(run, offer):
+    card = model_card(run, REPO, 20, HISTORY, LEADERS, offer=offer)
+    for line in card.splitlines():
+        assert "pip install" not in line or "#sha256=" in line, line

@@ -1,4 +1,5 @@
-"""A run's authority: `volunteer-kit authority RUN` serves it from a folder with its keys and its database."""
+"""A run's authority: `volunteer-kit authority RUN` serves it from a folder with its keys and its database, and with it
+the run's page for people."""
 
 from __future__ import annotations
 
@@ -47,6 +48,9 @@ def serve_authority(
     from volunteer_kit.auth.authority.settings import Settings
     from volunteer_kit.auth.authority.storage import Storage
     from volunteer_kit.auth.moderation import Allowlist
+    from volunteer_kit.dashboard.board import Board
+    from volunteer_kit.dashboard.landing import Landing, about, page_for
+    from volunteer_kit.dashboard.state import run_info
 
     allowlist = Allowlist.of(authority.organization, authority.users, authority.moderators, authority.open)
     lifetime = {} if token_lifetime is None else {"token_lifetime": token_lifetime}
@@ -63,17 +67,23 @@ def serve_authority(
     )
     storage = Storage(database or place / "authority.sqlite", config.run_id)
 
+    board = Board(place / "monitor", run_info(config))
+    run_file = settings.run_file
+    landing = Landing(board, place, about(config, has_run_file=run_file is not None), run_file)
+
     def ready(url: str) -> None:
         port = int(url.rpartition(":")[2])
         say(json.dumps({"ready": {"url": url, "moderate": f"{url}/moderate", "port": port}}))
 
     try:
-        app = create_app(settings, storage, keys)
+        app = create_app(settings, storage, keys, page_for=page_for(landing, has_run_file=run_file is not None))
+        landing.install(app)
         with storage.backed_up():
             serve(
                 app, host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, behind_proxy=behind_proxy, on_ready=ready
             )  # fmt: skip
     finally:
+        board.close()
         storage.close()
 
 

@@ -43,7 +43,7 @@ def start(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the authority; default: 8000.")] = None,
     dashboard_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8001.")] = None,
     public_url: Annotated[str | None, typer.Option(help="Of the authority as others see it: https://NAME")] = None,
-    dashboard_url: Annotated[str | None, typer.Option(help="Of the dashboard as others see it.")] = None,
+    dashboard_url: Annotated[str | None, typer.Option(help="Of the dashboard, if not PUBLIC_URL/dashboard/.")] = None,
     tls_cert: Annotated[str | None, typer.Option(help="Certificate chain (PEM) for --public-url.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
     behind_proxy: Annotated[
@@ -57,14 +57,13 @@ def start(
         ),
     ] = None,
     push_to: Annotated[
-        str | None, typer.Option(help='ORG/NAME on the Hub, for checkpoints and model card; "": no longer.')
+        str | None, typer.Option(help='ORG/NAME on the Hub, for notebook, checkpoints and model card; "": no longer.')
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Steps of the swarm; default: 10.")
     ] = None,
     trackio: Annotated[bool, typer.Option("--trackio", help="The run's metrics to trackio as well.")] = False,
     wandb: Annotated[bool, typer.Option("--wandb", help="The run's metrics to Weights & Biases as well.")] = False,
-    repository: Annotated[str | None, typer.Option(help="OWNER/NAME of the kit on GitHub, for Colab links.")] = None,
     identity_path: Annotated[Path | None, typer.Option(help="The first peer's key, if there is one already.")] = None,
     no_authority: Annotated[
         bool, typer.Option("--no-authority", help="Only a first peer; whoever knows its address takes part.")
@@ -86,7 +85,7 @@ def start(
     settings = HostSettings(
         port=port, dashboard_port=dashboard_port, public_url=public_url, dashboard_url=dashboard_url,
         tls_cert=_absolute(tls_cert), tls_key=_absolute(tls_key), behind_proxy=behind_proxy or None,
-        repository=repository, database=database, push_to=push_to, checkpoint_every=checkpoint_every,
+        database=database, push_to=push_to, checkpoint_every=checkpoint_every,
         tracker="trackio" if trackio else "wandb" if wandb else None,
     )  # fmt: skip
     if install_service:

@@ -6,6 +6,7 @@ import gzip
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from fastapi import FastAPI, Request, Response
@@ -19,6 +20,7 @@ from volunteer_kit.dashboard.page import STATIC, render
 from volunteer_kit.dashboard.prometheus import exposition
 
 POLL = 2.0  # s between two looks of an open page; unchanged is answered with 304 and no body
+KEPT = "public, max-age=86400, immutable"  # what is at an address that changes with its content
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -29,24 +31,29 @@ HEADERS = {
 }
 
 
-def make_app(board: Board) -> FastAPI:
-    """The dashboard's application over a board."""
+def make_app(board: Board, run_file: Path | None = None) -> FastAPI:
+    """The dashboard's application over a board.
+
+    :param run_file: served at /run.yaml, so that `join` takes the dashboard's address too
+    """
     app = FastAPI(title="volunteer-kit dashboard", docs_url=None, redoc_url=None, openapi_url=None)
-    pages, states, samples = _Printed(_page), _Printed(_json), _Printed(_metrics)
+    pages, states, samples = Printed(_page), Printed(_json), Printed(_metrics)
 
     @app.middleware("http")
     async def secure(request: Request, call_next):
         response = await call_next(request)
         response.headers.update(HEADERS)
+        if request.url.query.startswith("v=") and response.status_code == 200:
+            response.headers["Cache-Control"] = KEPT
         return response
 
     @app.api_route("/", methods=["GET", "HEAD"])
     def page(request: Request) -> Response:
-        return _tagged(request, board.edition(), pages, "text/html; charset=utf-8")
+        return tagged(request, board.edition(), pages, "text/html; charset=utf-8")
 
     @app.api_route("/api/state", methods=["GET", "HEAD"])
     def state(request: Request) -> Response:
-        return _tagged(request, board.edition(), states, "application/json")
+        return tagged(request, board.edition(), states, "application/json")
 
     @app.api_route("/metrics", methods=["GET", "HEAD"])
     def metrics() -> Response:
@@ -57,8 +64,16 @@ def make_app(board: Board) -> FastAPI:
         path = board.picture(number) if 0 < number < 2**53 else None
         if path is None:
             return PlainTextResponse("There is no such picture.", 404)
-        cached = {"Cache-Control": "public, max-age=86400, immutable"}
-        return FileResponse(path, media_type="image/png", headers=cached)
+        return FileResponse(path, media_type="image/png", headers={"Cache-Control": KEPT})
+
+    if run_file is not None:
+
+        @app.api_route("/run.yaml", methods=["GET", "HEAD"])
+        def run_yaml() -> Response:
+            """As it is now: the first peers' addresses in it may change."""
+            if not run_file.is_file():
+                return PlainTextResponse("The run file is not there just now.", 404)
+            return FileResponse(run_file, media_type="text/yaml", headers={"Cache-Control": "no-cache"})
 
     @app.exception_handler(RequestValidationError)
     async def unknown(request: Request, error: RequestValidationError) -> Response:
@@ -74,7 +89,7 @@ class _Text(NamedTuple):
     compressed: bytes
 
 
-class _Printed:
+class Printed:
     """The newest edition as text, made once for all who ask."""
 
     def __init__(self, make: Callable[[Edition], bytes]) -> None:
@@ -102,9 +117,11 @@ def _json(edition: Edition) -> bytes:
     return json.dumps(edition.state, allow_nan=False, ensure_ascii=False).encode()
 
 
-def _tagged(request: Request, edition: Edition, printed: _Printed, media_type: str) -> Response:
+def tagged(
+    request: Request, edition: Edition, printed: Printed, media_type: str, vary: str = "Accept-Encoding"
+) -> Response:
     """304 for those who have it already; compressed for those who can."""
-    headers = {"ETag": f'W/"{edition.tag}"', "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+    headers = {"ETag": f'W/"{edition.tag}"', "Cache-Control": "no-cache", "Vary": vary}
     if edition.tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     text = printed.of(edition)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from volunteer_kit.dashboard.state import State, build_state, empty_state, status_of
+from volunteer_kit.dashboard.state import State, build_state, empty_state, status_of, way_in
 from volunteer_kit.journal import JournalError, JournalReader
+from volunteer_kit.ways_in import read_offer
 
 LOOK_EVERY = 1.0  # s; more often nobody can tell
 FILE = "journal.sqlite"
@@ -32,7 +33,7 @@ class Edition:
 class Board:
     """Reads a journal that may not be there yet, and may be replaced. Threads may share it.
 
-    :param folder: the monitor's, with journal.sqlite and the pictures
+    :param folder: the monitor's, with journal.sqlite and the pictures; the host's offer to volunteers lies beside it
     :param run: as of run_info()
     """
 
@@ -41,7 +42,7 @@ class Board:
         self._clock = clock
         self._lock = threading.Lock()
         self._journal: JournalReader | None = None
-        self._seen: object = None  # version and status of the edition
+        self._seen: object = None  # version, status and offer of the edition
         self._edition = _edition(empty_state(run))
         self._looked = float("-inf")  # monotonic s
 
@@ -81,6 +82,8 @@ class Board:
 
     def _look(self) -> None:
         """An unreadable journal is told once it has been tried with a new connection."""
+        if (offer := read_offer(self.folder.parent)) is not None:
+            self.run |= way_in(offer)
         for is_last in (False, True):
             try:
                 self._read()
@@ -101,10 +104,11 @@ class Board:
         version = self._journal.version()
         latest = self._edition.state["now"]
         status = status_of(self.run, latest if latest["time"] is not None else None, now)
-        if (version, status) == self._seen and not self._edition.problem:
+        ways = self.run["ways"]
+        if (version, status, ways) == self._seen and not self._edition.problem:
             return
         state = build_state(self._journal, self.run, now)
-        self._seen = (version, state["run"]["status"])
+        self._seen = (version, state["run"]["status"], ways)
         self._edition = _edition(state)
 
 

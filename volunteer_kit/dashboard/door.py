@@ -38,8 +38,9 @@ def serve(
     board = Board(monitor_folder(config, folder), run_info(config))
     listener = _listen(host, port)
     # Who connects from this machine is a proxy, as a rule: the dashboard itself speaks no TLS.
+    run_file = None if isinstance(run, RunConfig) or not Path(run).is_file() else Path(run).absolute()
     server = BoundedServer(
-        make_app(board), limits, proxies=LOOPBACK, log_level="error", timeout_graceful_shutdown=FAREWELL
+        make_app(board, run_file), limits, proxies=LOOPBACK, log_level="error", timeout_graceful_shutdown=FAREWELL
     )
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has stopped

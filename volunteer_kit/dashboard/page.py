@@ -36,10 +36,10 @@ def render(state: State, *, tag: str = "", problem: str = "", poll: float = 0.0,
     :param poll: s between two looks of an open page at the server; 0: never
     :param snapshot: when it was written (s), if it is a file and no server's answer
     """
-    return _templates().get_template("page.html").render(
+    return page_environment().get_template("page.html").render(
         state=state, run=state["run"], now=state["now"], tag=tag, problem=problem, poll=poll, snapshot=snapshot,
         facts=facts(state), headline=headline(state), images=by_epoch(state["images"]), curves=curves(state),
-        summary=summaries(state), failed=failed(state), version=__version__, assets=_assets(),
+        summary=summaries(state), failed=failed(state), version=__version__, assets=static_tag(),
         silent_after=SILENT_AFTER,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def iso(time: float) -> str:
 
 
 @lru_cache
-def _assets() -> str:
+def static_tag() -> str:
     """Differs if any static file does, so that no browser shows a new page with an old script."""
     digest = hashlib.sha256()
     for path in sorted(STATIC.rglob("*.*")):
@@ -158,7 +158,8 @@ def _assets() -> str:
 
 
 @lru_cache
-def _templates() -> Environment:
+def page_environment() -> Environment:
+    """Where the pages' templates come from; whatever they show is escaped."""
     environment = Environment(
         loader=FileSystemLoader(HERE / "templates"), autoescape=select_autoescape(default=True),
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,

@@ -15,6 +15,7 @@ from volunteer_kit.journal import JournalReader
 from volunteer_kit.journal.bounds import account_key
 from volunteer_kit.runs import RunConfig
 from volunteer_kit.swarm.failures import CAUSES
+from volunteer_kit.ways_in import Offer, ways_in
 from volunteer_kit.widgets.words import plain
 
 State = dict[str, Any]
@@ -39,7 +40,16 @@ def run_info(config: RunConfig) -> State:
         "target_batch_size": config.target_batch_size,
         "names_are_hub_accounts": config.authority is not None,
         "draws": config.draws,
+        **way_in(Offer(config.authority.url.rstrip("/"), config.draws) if config.authority else None),
     }
+
+
+def way_in(offer: Offer | None) -> State:
+    """How to take part, and where the model is: of a host's offer, or of none."""
+    if offer is None:
+        return {"page": "", "ways": [], "model": ""}
+    model = f"{offer.hub}/{offer.repo}" if offer.repo else ""
+    return {"page": f"{offer.url}/", "ways": [way._asdict() for way in ways_in(offer)], "model": model}
 
 
 def empty_state(run: Mapping[str, Any]) -> State:

@@ -30,8 +30,10 @@ from volunteer_kit.host.settings import (
     listening_port,
 )
 from volunteer_kit.host.watch import News, Part, Watch
+from volunteer_kit.host.way_in import make_offer
 from volunteer_kit.host.words import welcome
 from volunteer_kit.storage import write_once, write_whole
+from volunteer_kit.ways_in import read_offer
 
 ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 STAGES = (5.0, 7.0, 13.0)  # s since the order to stop: when the next ones are told, and at the end killed
@@ -167,12 +169,13 @@ class Host:
                 f"Put it back into {self.folder.keys} for a minute."
             )
         self._text, config = read_given(self._source, self._url, self._public_key)
-        self._draws, self._authority = config.draws, config.authority
+        self._authority = config.authority
         self._others = [peer for peer in config.initial_peers if peer.rpartition("/")[2] != saved.get("peer_id")]
         self._adopt(identity_path)
         self._require_identity(saved.get("peer_id"))
         self._save(saved.get("peer_id"))
         self._write_run_file(self._others)
+        self._offer = make_offer(self.folder.path, self._url, self._settings, config)
 
     def _with_ports(self, settings: HostSettings, known: int | None, patience: float) -> HostSettings:
         """Ports for ever, chosen at the first start; those that somebody has are told before anything starts.
@@ -268,6 +271,8 @@ class Host:
             self._say(news.text)
         elif news.kind == "warning":
             self._say(f"{news.name}: {news.text}")
+        elif news.kind == "said":
+            self._say(news.text)
         elif news.kind == "failing":
             self._failing.add(news.name)
             if news.name == parts.PEER and not self._addresses:
@@ -294,13 +299,12 @@ class Host:
             self._invited = True
             for line in welcome(
                 self._run_id,
-                self._url,
+                read_offer(self.folder.path) or self._offer,
                 self._settings,
                 self.folder,
                 self._addresses,
                 sorted(self._failing),
                 self._authority,
-                self._draws,
             ):
                 self._say(line)
 

@@ -194,7 +194,10 @@ def text_of(answers: Answers, public_key: str) -> str:
         f"help_url: {_scalar(str(answers.help_url))}  # where volunteers find you" if answers.help_url else "",
         recipe.model,
         "captions:  # drawn while it trains, for volunteers to see; 8 at most\n"
-        "  - a large red circle on the left of a grey background",
+        "  - a large red circle on the left of a grey background\n"
+        "  - a small blue square in the centre of a white background\n"
+        "  - a large green triangle at the top of a black background\n"
+        "  - a small yellow circle at the bottom of a blue background",
         _data(recipe, str(answers.data)),
         f"optimizer:\n{recipe.optimizer}",
         f"target_batch_size: {recipe.target_batch_size}  # samples, of all volunteers together, that make one epoch",

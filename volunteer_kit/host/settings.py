@@ -28,12 +28,11 @@ class HostSettings:
     :param port: of the authority, in clear text on loopback, or for the world with a certificate
     :param dashboard_port: on loopback
     :param public_url: under which others reach the authority, https://NAME
-    :param dashboard_url: under which others reach the dashboard
+    :param dashboard_url: under which others reach the dashboard, if not PUBLIC_URL/dashboard/
     :param tls_cert: certificate chain (PEM) with which the authority serves https itself
     :param behind_proxy: something else serves https under public_url and passes on to `port`
-    :param repository: OWNER/NAME on GitHub of the kit, for links that open its notebooks in Colab
     :param database: of the authority, if not SQLite in the folder
-    :param push_to: ORG/NAME on the Hub, for checkpoints and model card; "": no longer
+    :param push_to: ORG/NAME on the Hub, for checkpoints, model card, notebook and kit; "": no longer
     :param checkpoint_every: epochs from one checkpoint to the next
     :param tracker: where metrics go as well, "trackio" or "wandb"
     """
@@ -48,7 +47,6 @@ class HostSettings:
     tls_cert: str | None = None
     tls_key: str | None = None
     behind_proxy: bool | None = None
-    repository: str | None = None
     database: str | None = None
     push_to: str | None = None
     checkpoint_every: int | None = None
@@ -77,7 +75,7 @@ class HostSettings:
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("host_maddrs", "announce_maddrs", "initial_peers"), tuple),
     **dict.fromkeys(("port", "dashboard_port", "checkpoint_every"), int),
-    **dict.fromkeys(("public_url", "dashboard_url", "tls_cert", "tls_key", "repository", "database"), str),
+    **dict.fromkeys(("public_url", "dashboard_url", "tls_cert", "tls_key", "database"), str),
     **dict.fromkeys(("push_to", "tracker"), str),
     "behind_proxy": bool,
 }
@@ -124,14 +122,12 @@ def is_for_others(maddr: str) -> bool:
 
 def _needs_https(what: str, settings: HostSettings) -> str:
     name = urlsplit(settings.public_url or "").hostname or "run.example.org"
-    port, dashboard = settings.port or AUTHORITY_PORT, settings.dashboard_port or DASHBOARD_PORT
+    port = settings.port or AUTHORITY_PORT
     return (
         f"{what}, and volunteers show their login to the authority: it has to be https.\n"
         f"1. With a name and Caddy (it gets certificates by itself), in another terminal:\n"
         f"     sudo caddy reverse-proxy --from {name} --to 127.0.0.1:{port}\n"
         f"   and here: --public-url https://{name} --behind-proxy\n"
-        f"   The dashboard the same way: --from stats.{name} --to 127.0.0.1:{dashboard}, and here "
-        f"--dashboard-url https://stats.{name}\n"
         f"2. With a certificate of your own:\n"
         f"   --public-url https://{name}:{port} --tls-cert chain.pem --tls-key key.pem\n"
         "3. For machines of your own only, where everybody may join: --no-authority"

@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 class News(NamedTuple):
     """What a watch tells. kind: ready, restarting, failing (it is tried only now and then), warning (of the part
-    itself; it goes on), stop (a signal; of no part)."""
+    itself; it goes on), said (good news of the part), stop (a signal; of no part)."""
 
     kind: str
     name: str = ""
@@ -249,6 +249,8 @@ class Watch:
                 elif isinstance(said.get("warning"), str):
                     self._tell(News("warning", self.part.name, said["warning"]))
                     self._log.write(said["warning"].encode() + b"\n")
+                elif isinstance(said.get("said"), str):
+                    self._tell(News("said", self.part.name, said["said"]))
                 elif isinstance(said.get("error"), str):
                     self._error = f"says: {said['error'].partition(chr(10))[0][:300]}"
                     self._log.write(said["error"].encode() + b"\n")

@@ -8,48 +8,57 @@ from urllib.parse import urlsplit
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings, is_loopback
 from volunteer_kit.run_sections import AuthorityConfig
+from volunteer_kit.ways_in import Offer, Way, ways_in
 
 
 def welcome(
     run_id: str,
-    url: str,
+    offer: Offer,
     settings: HostSettings,
     folder: HostFolder,
     addresses: Sequence[str],
     down: Sequence[str],
     authority: AuthorityConfig,
-    draws: bool = True,
 ) -> list[str]:
-    """The links to give away, and what is for the host.
+    """The link to give away, the ways in that work, and what is for the host.
 
+    :param offer: what the host gives to those who want to join
     :param addresses: of the first peer, as they stand in the run file
     :param down: parts that do not start, and are tried again now and then
     """
-    link = f"{url}/run.yaml"
-    parts = urlsplit(url)
-    is_open = parts.scheme == "http" and not is_loopback(parts.hostname or "")  # readable and changeable on the way
-    lines = [f"The run {run_id} is up.", "", "For volunteers, any of these:"]
-    if not draws:
-        lines[-1] = "For members, with data of their own:"
-        lines.append("  from volunteer_kit import swarm_trainer")
-        lines.append(f'  swarm_trainer("{link}", train_dataset=...{", allow_http=True" * is_open}).train()')
-    else:
-        lines.append(f'  notebook   join_swarm("{link}"{", allow_http=True" * is_open})')
-        lines.append(f"  terminal   volunteer-kit join {'--allow-http ' * is_open}{link}")
-    if settings.repository and draws:
-        page = f"https://colab.research.google.com/github/{settings.repository}/blob/main/notebooks/join.ipynb"
-        lines.append(f'  Colab      {page}   with RUN = "{link}"')
+    url = offer.url
+    lines = [f"The run {run_id} is up.", "", "For volunteers, one link:", f"  {url}", ""]
+    lines.append("Their ways in, which stand on that page too:" if offer.draws else "For members:")
+    for way in ways_in(offer):
+        lines += [f"  {line}" if line else "" for line in _told(way)]
     lines += ["", "For you:"]
     lines.append(f"  moderators {url}/moderate")
-    lines.append(f"  dashboard  {dashboard_url(settings)}")
+    lines.append(f"  dashboard  {offer.dashboard_url}")
+    lines.append(f"             {dashboard_url(settings)} on this machine, by a server of its own")
     lines += [f"  peer       {address}" for address in addresses]
     lines.append(f"  folder     {folder.path}   (keep a backup of all but logs/, and show it to nobody)")
     lines += ["", *who_may_join(authority)]
     if is_loopback(urlsplit(url).hostname or ""):
         lines += ["", "Only this machine can join: for others the authority needs https and a name, see --public-url."]
+    elif offer.draws and not offer.repo:
+        lines += ["", _no_colab(offer)]
     if down:
         lines += ["", f"Without: {', '.join(down)}. The reason is above."]
     return [*lines, "", "Ctrl-C stops it; the same command starts it again as it was."]
+
+
+def _told(way: Way) -> list[str]:
+    """The title, and beside it what to open or to type."""
+    rows = [*([way.link] if way.link else []), *way.lines]
+    if not way.lines:
+        rows.append(f"({way.note})")
+    return [f"{way.title if number == 0 else '':<13} {row}" for number, row in enumerate(rows)]
+
+
+def _no_colab(offer: Offer) -> str:
+    if offer.push_to:
+        return f"The link for Colab is told once the notebook is at {offer.push_to} on the Hub, for everybody to read."
+    return "A link that opens the notebook in Colab needs the Hub: --push-to ORG/NAME"
 
 
 def who_may_join(authority: AuthorityConfig) -> list[str]:
@@ -70,4 +79,5 @@ def who_may_join(authority: AuthorityConfig) -> list[str]:
 
 
 def dashboard_url(settings: HostSettings) -> str:
-    return settings.dashboard_url or f"http://127.0.0.1:{settings.dashboard_port}/"
+    """The dashboard's own server, on this machine."""
+    return f"http://127.0.0.1:{settings.dashboard_port}/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from volunteer_kit.monitor import fine_tune_card
 from volunteer_kit.run_sizes import parameters_of
 from volunteer_kit.runs import FineTuneConfig, RunConfig
+from volunteer_kit.ways_in import Offer, install_line, is_reachable, ways_in
 from volunteer_kit.widgets.words import plain
 
 LEADERS = 50  # names on the card
@@ -21,25 +23,29 @@ _SAFE = str.maketrans({c: f"\\{c}" for c in "\\`*_{}[]<>#|!"})
 def model_card(
     config: RunConfig,
     repo: str,
-    epoch: int,
+    epoch: int | None,
     history: Sequence[Mapping[str, Any]],
     leaders: Sequence[Mapping[str, Any]],
     pictures: Sequence[tuple[str, str]] = (),
     now: float | None = None,
+    offer: Offer | None = None,
 ) -> str:
     """README.md.
 
+    :param epoch: of the checkpoint; None: there is none yet
     :param history: the journal's metrics, oldest first
     :param leaders: its leaderboard; `hidden` ones are counted and not named
     :param pictures: (caption, file in the repository)
+    :param offer: what the run's host gives to those who want to join
     """
     parts = [
         _front(config),
-        f"# {_text(config.run_id)}, step {epoch:,}\n\n{_text(config.description)}" if config.description else
-        f"# {_text(config.run_id)}, step {epoch:,}",
+        f"# {_text(config.run_id)}" + (f", step {epoch:,}" if epoch is not None else ""),
+        _text(config.description),
         _what(config),
         _shown(pictures),
-        _use(config, repo),
+        _join(offer) if epoch is None or epoch < config.optimizer.total_epochs else "",
+        _use(config, repo, offer) if epoch is not None else "",
         _how(config, epoch, history, now),
         _who(leaders),
         _limits(config),
@@ -81,27 +87,49 @@ def _shown(pictures: Sequence[tuple[str, str]]) -> str:
     return "\n".join([table[0], "|" + "---|" * width, *table[1:]])
 
 
-def _use(config: RunConfig, repo: str) -> str:
+def _join(offer: Offer | None) -> str:
+    """For readers of the Hub: nothing of a run that only its own network can reach."""
+    if offer is None or not is_reachable(offer.url):
+        return ""
+    parts = [f"## Take part\n\nThe training goes on, and you can join: <{offer.url}>"]
+    for way in ways_in(offer):
+        links = {"colab": "[Open the notebook in Colab]", "kaggle": "[join.ipynb]", "notebook": "[join.ipynb]"}
+        link = f" {links[way.kind]}({way.link})" if way.kind in links else ""
+        code = "\n\n" + _code("python" if way.kind == "trainer" else "bash", way.lines) if way.lines else ""
+        parts.append(f"**{way.title}.** {way.note}{link}{code}")
+    return "\n\n".join(parts)
+
+
+def _code(language: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
+
+
+def _use(config: RunConfig, repo: str, offer: Offer | None) -> str:
     if isinstance(config, FineTuneConfig):
         return fine_tune_card.use(config.model, repo)
     caption = config.captions[0] if config.captions else "a caption of yours"
+    of_hub = offer.wheel_urls[1:] if offer is not None else []  # the host may be gone when the model is used
+    lines = [
+        *([install_line(of_hub, offer.sha256), "volunteer-kit setup"] if offer is not None and of_hub else []),
+        f"hf download {repo} --local-dir model",
+        f"volunteer-kit generate {shlex.quote(caption)} --run model/run.yaml --checkpoint model",
+    ]
+    before = "" if of_hub else "With volunteer-kit installed:\n\n"
     return (
-        f"## How to draw with it\n\n```bash\nhf download {repo} --local-dir model\n"
-        "python -m pip install model/kit/volunteer_kit-*.whl && volunteer-kit setup\n"
-        f'volunteer-kit generate "{caption}" --run model/run.yaml --checkpoint model\n```\n\n'
+        f"## How to draw with it\n\n{before}{_code('bash', lines)}\n\n"
         "`model.safetensors` has the weights and, under `optimizer/`, the optimizer's statistics, so that training can "
         "go on from it; `meta.json` says what it is of. Nothing in here is pickled."
     )
 
 
-def _how(config: RunConfig, epoch: int, history: Sequence[Mapping[str, Any]], now: float | None) -> str:
+def _how(config: RunConfig, epoch: int | None, history: Sequence[Mapping[str, Any]], now: float | None) -> str:
     optimizer, day = config.optimizer, time.strftime("%Y-%m-%d", time.gmtime(now))
     rows = [
         ("Parameters", f"{parameters_of(config):,}"),
         *(fine_tune_card.rows(config.model) if isinstance(config, FineTuneConfig) else _sizes(config)),
         ("Optimizer", f"LAMB, learning rate {optimizer.lr:g}, {optimizer.warmup_epochs:,} steps of warm-up"),
         ("Step", f"{config.target_batch_size:,} samples of all volunteers together"),
-        ("Steps so far", f"{epoch:,} of {optimizer.total_epochs:,}, on {day}"),
+        ("Steps so far", f"{epoch or 0:,} of {optimizer.total_epochs:,}, on {day}"),
         ("Settings", f"fingerprint `{config.fingerprint}`; all of them are in `run.yaml`"),
     ]  # fmt: skip
     known = [row for row in history if row.get("loss") is not None]

@@ -1,6 +1,7 @@
 """Brings a checkpoint to the Hub: `python -m volunteer_kit.monitor.push`, see chore.py.
 
-In: repo, checkpoint (a folder), run, epoch, history, leaders, pictures [[caption, path]], token. Out: url.
+In: repo, checkpoint (a folder), run, epoch, history, leaders, pictures [[caption, path]], token, host (the folder of
+the host's offer, or null). Out: url.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def push(task: dict[str, Any]) -> dict[str, Any]:
     from volunteer_kit.monitor import fine_tune_card
     from volunteer_kit.monitor.card import CURVE, draw_curve, model_card
     from volunteer_kit.runs import FineTuneConfig, load_run
+    from volunteer_kit.ways_in import read_offer
 
     run, epoch, checkpoint = load_run(task["run"]), task["epoch"], Path(task["checkpoint"])
     api = HfApi(token=task["token"] or None)
@@ -40,7 +42,8 @@ def push(task: dict[str, Any]) -> dict[str, Any]:
             if Path(path).is_file():
                 shown.append((caption, f"pictures/{number}.png"))
                 files[shown[-1][1]] = Path(path)
-        card = model_card(run, repo, epoch, task["history"], task["leaders"], shown)
+        offer = read_offer(Path(task["host"])) if task["host"] else None
+        card = model_card(run, repo, epoch, task["history"], task["leaders"], shown, offer=offer)
         operations = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
         operations.append(CommitOperationAdd("README.md", card.encode()))
         commit = api.create_commit(repo, operations, commit_message=f"Step {epoch}")

@@ -46,7 +46,7 @@ class Monitor:
         metrics.jsonl
     :param checkpoint_every: epochs; the same on all monitors of a run, ten or more where states are signed
     :param on_broken: as of Member
-    :param say: gets a line of JSON, {"warning": words}, for the host's screen
+    :param say: gets a line of JSON, {"warning": words} or {"said": words}, for the host's screen
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Monitor:
         )
         self._credits = Credits(path / "credit.sqlite", self.notes, self._collector, lambda: member.epoch, self._pause)
         self._convictions = Convictions(member, self.notes, self._lookout.name_of, self._bans.explain)
-        self._errands = Errands(run, self.kept, self.notes, push_to, token)
+        self._errands = Errands(run, self.kept, self.notes, push_to, token, self._say)
         self._chores_at = self._signed_at = 0.0
         if member.public_loss is None and run.draws:  # in a fine-tune each member has data of its own
             self.notes.warn("The run's samples cannot be read here: the model is judged by what volunteers report.")

@@ -81,14 +81,15 @@
   }
 
   function draw() {
-    Charts.show(JSON.parse(document.getElementById("curves").textContent));
+    const curves = document.getElementById("curves");  // the landing page has none
+    if (curves) Charts.show(JSON.parse(curves.textContent));
   }
 
   async function look() {
     clearTimeout(timer);
     try {
       const answer = await fetch(location.pathname + location.search, {
-        headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store", signal: AbortSignal.timeout(10000),
+        headers: { Accept: "text/html", ...(tag ? { "If-None-Match": tag } : {}) }, cache: "no-store", signal: AbortSignal.timeout(10000),
       });
       if (!answer.ok && answer.status !== 304) throw new Error(String(answer.status));
       const date = Date.parse(answer.headers.get("Date"));
