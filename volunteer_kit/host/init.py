@@ -179,7 +179,10 @@ def write(out: Path, answers: Answers) -> list[str]:
     if answers.address:
         name = urlsplit(answers.address).hostname
         lines.append(f"For https, in another terminal: sudo caddy reverse-proxy --from {name} --to 127.0.0.1:8000")
-    return [*lines, f"Next: volunteer-kit doctor {out}", f"Then: volunteer-kit host {out}{options}"]
+    lines += [f"Next: volunteer-kit doctor {out}", f"Then: volunteer-kit host {out}{options}"]
+    if answers.address:
+        lines.append("For a link that opens the run's notebook in Colab: hf auth login, and add --push-to ORG/NAME")
+    return lines
 
 
 def text_of(answers: Answers, public_key: str) -> str:
