@@ -154,6 +154,11 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
         cwd=tmp_path / "host", env=host.environment(**common), timeout=120,
     )  # fmt: skip
     assert made.returncode == 0 and "Then: volunteer-kit host run.yaml" in made.stdout, made.stdout + made.stderr
+    lacks = subprocess.run(
+        [kit, "setup"], capture_output=True, text=True, cwd=tmp_path / "host", env=host.environment(**common),
+        timeout=120,
+    )  # fmt: skip
+    assert lacks.returncode == 0 and "Nothing to do" in lacks.stdout, lacks.stdout + lacks.stderr
     run_file = tmp_path / "host" / "run.yaml"
     run_file.write_text(run_file.read_text().replace("target_batch_size: 256", "target_batch_size: 1024"))
     ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
