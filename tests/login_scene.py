@@ -101,6 +101,7 @@ def _places(scene: Scene) -> list[contextlib.AbstractContextManager]:
     modules, variables = {}, {"HF_TOKEN": scene.variable or ""}
     if scene.colab:
         modules |= _colab(scene.colab)
+        variables["COLAB_RELEASE_TAG"] = "release-colab-external_20261101-060000_RC00"
     if scene.kaggle:
         modules["kaggle_secrets"] = _kaggle(scene.kaggle)
         variables["KAGGLE_KERNEL_RUN_TYPE"] = "Interactive"

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from tests.test_words import NOW, training
+from volunteer_kit.platforms import platform_name
 from volunteer_kit.widgets import page, words
 from volunteer_kit.widgets.chart import loss_chart, ticks
 from volunteer_kit.widgets.progress import Picture
@@ -71,23 +72,32 @@ def test_the_curve_has_one_size_and_survives_any_numbers():
 
 
 @pytest.mark.parametrize(
-    "variable, name, says",
+    "variables, name, says",
     [
-        ("COLAB_RELEASE_TAG", "colab", ["forbid distributed computing workers", "paid compute units"]),
-        ("KAGGLE_KERNEL_RUN_TYPE", "kaggle", ["Read its terms"]),
-        ("BINDER_SERVICE_HOST", "binder", ["short looks"]),
-        (None, "own", ["owner of this machine"]),
+        ({"COLAB_RELEASE_TAG"}, "colab", ["forbid distributed computing workers", "paid compute units"]),
+        ({"KAGGLE_KERNEL_RUN_TYPE"}, "kaggle", ["Read its terms"]),
+        ({"KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG"}, "kaggle", ["Read its terms"]),
+        ({"KAGGLE_URL_BASE", "COLAB_RELEASE_TAG"}, "kaggle", ["Read its terms"]),
+        ({"KAGGLE_USERNAME", "KAGGLE_KEY", "COLAB_RELEASE_TAG"}, "colab", ["paid compute units"]),
+        ({"KAGGLE_USERNAME", "KAGGLE_KEY"}, "own", ["owner of this machine"]),
+        ({"BINDER_SERVICE_HOST"}, "binder", ["short looks"]),
+        (set(), "own", ["owner of this machine"]),
     ],
 )
-def test_platforms(monkeypatch, variable, name, says):
-    for known in ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "BINDER_SERVICE_HOST"):
-        monkeypatch.delenv(known, raising=False)
-    monkeypatch.delenv("BINDER_LAUNCH_HOST", raising=False)
-    if variable:
+def test_platforms(monkeypatch, variables, name, says):
+    for known in [known for known in os.environ if known.startswith(("COLAB_", "KAGGLE_", "BINDER_"))]:
+        monkeypatch.delenv(known)
+    for variable in variables:
         monkeypatch.setenv(variable, "1")
     assert detect_platform() == Platform(name)
     for part in says:
         assert part in Platform(name).words
+
+
+def test_a_loaded_module_tells_the_platform_too():
+    assert platform_name({}, {"google.colab"}) == "colab"
+    assert platform_name({"COLAB_RELEASE_TAG": "1"}, {"google.colab", "kaggle_secrets"}) == "kaggle"
+    assert platform_name({}, set()) == "own"
 
 
 def test_terms_say_what_runs_what_leaves_and_what_it_costs():

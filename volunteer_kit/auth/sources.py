@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from volunteer_kit.platforms import platform_name
 
 SECRET = "HF_TOKEN"  # its name in Colab's and Kaggle's secrets and in the environment
 
@@ -24,7 +25,7 @@ def look(explicit: str | None = None) -> Iterator[Found]:
     """Each place that has a token, or has something to say; lazily, since asking a platform may show a dialog."""
     if explicit:
         yield Found("the token you gave", explicit)
-    for source in (_machine, _colab, _kaggle, _environment):
+    for source in (_machine, _platform, _environment):
         found = source()
         if found is not None and (found.token or found.note):
             yield found
@@ -49,10 +50,14 @@ def _machine() -> Found | None:
         return Found(where, None, f"{where} could not be read")
 
 
+def _platform() -> Found | None:
+    """The secrets of the platform that this is; the other's would wait for a dialog that never comes."""
+    secrets_of = {"colab": _colab, "kaggle": _kaggle}
+    return secrets_of.get(platform_name(), lambda: None)()
+
+
 def _colab() -> Found | None:
     """Raises nothing: not granted, not there, no answer in time are told in the note."""
-    if "google.colab" not in sys.modules and "COLAB_RELEASE_TAG" not in os.environ:
-        return None
     where = "Colab's secrets"
     try:
         userdata = importlib.import_module("google.colab.userdata")
@@ -72,8 +77,6 @@ def _colab() -> Found | None:
 
 
 def _kaggle() -> Found | None:
-    if "KAGGLE_KERNEL_RUN_TYPE" not in os.environ and "kaggle_secrets" not in sys.modules:
-        return None
     where = "Kaggle's secrets"
     try:
         client = importlib.import_module("kaggle_secrets").UserSecretsClient

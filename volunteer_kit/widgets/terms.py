@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass, field
-from typing import Literal
 
+from volunteer_kit.platforms import PlatformName, platform_name
 from volunteer_kit.widgets.words import duration, number, plain, size
-
-PlatformName = Literal["colab", "kaggle", "binder", "own"]
 
 PLATFORM_WORDS: dict[PlatformName, str] = {
     "colab": (
@@ -49,14 +45,8 @@ class Platform:
 
 
 def detect_platform() -> Platform:
-    """By what the platforms set in the environment, or load into the kernel."""
-    if "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ:
-        return Platform("colab")
-    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ or "KAGGLE_URL_BASE" in os.environ:
-        return Platform("kaggle")
-    if "BINDER_SERVICE_HOST" in os.environ or "BINDER_LAUNCH_HOST" in os.environ:
-        return Platform("binder")
-    return Platform("own")
+    """Of this process."""
+    return Platform(platform_name())
 
 
 @dataclass(frozen=True)
