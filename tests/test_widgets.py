@@ -142,6 +142,7 @@ class Choice:
         return self.name
 
     def browser(self):
+        self.notes.append("This client is too old for the browser.")
         return None
 
     def from_browser(self):
@@ -188,6 +189,7 @@ def test_a_typed_token_accepts_and_logs_in(monkeypatch):
     TextSurface(write=lines.append).welcome(Terms("demo"), choice)
     text = "\n".join(lines)
     assert choice.name == "anna" and choice.closed and lines[-1] == "Logged in as anna."
+    assert "too old for the browser" in text
     assert "It has expired" in text and "Nothing was typed" in text and "Copy it again" in text and "hf_" not in text
     assert "no box ticked" in text and "https://hub/tokens" in text and "can read your private" in text
 

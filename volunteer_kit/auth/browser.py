@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.metadata
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,6 +13,16 @@ from volunteer_kit.auth.identity import MAKE_A_TOKEN, LoginError, _no_network, _
 
 LONGEST = 600.0  # s that we wait for a person to log in; the Hub's codes live 5 to 15 min
 _client_lock = threading.Lock()
+
+
+def why_no_browser() -> str | None:
+    """In words, where the Hub's client is too old for a login in the browser; Kaggle's is."""
+    try:
+        importlib.import_module("huggingface_hub.utils._oauth_device")
+    except ImportError:
+        version = importlib.metadata.version("huggingface_hub")
+        return f"huggingface_hub {version} has no login in the browser, so it takes a token here."
+    return None
 
 
 class Granted(NamedTuple):
@@ -70,12 +82,11 @@ class BrowserLogin:
             self._ended.set()
 
     def _log_in(self, client_id: str | None, longest: float) -> Granted | None:
-        try:
-            from huggingface_hub.errors import DeviceCodeError
-            from huggingface_hub.utils._oauth_device import poll_device_token, request_device_code
-        except ImportError:
-            what = "This huggingface_hub has no login in the browser."
-            raise LoginError("unsupported", _steps(what, *_OTHER)) from None
+        if (why := why_no_browser()) is not None:
+            raise LoginError("unsupported", _steps(why, *_OTHER))
+        from huggingface_hub.errors import DeviceCodeError
+        from huggingface_hub.utils._oauth_device import poll_device_token, request_device_code
+
         try:
             with _as_app(client_id):
                 info = request_device_code()

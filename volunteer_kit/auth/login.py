@@ -8,7 +8,7 @@ login.identity                    # Identity(name, orgs, token)
 
 from __future__ import annotations
 
-from volunteer_kit.auth.browser import BrowserLogin
+from volunteer_kit.auth.browser import BrowserLogin, why_no_browser
 from volunteer_kit.auth.identity import LATER, TOKEN_URL, Identity, LoginError, check
 from volunteer_kit.auth.sources import look
 
@@ -66,8 +66,13 @@ class Login:
         return self.identity.name
 
     def browser(self) -> BrowserLogin | None:
-        """The login in the browser, begun by the first call; None where it would give a token that can write."""
+        """The login in the browser, begun by the first call; None where it would give a token that can write, and
+        where the Hub's client is too old for it, which is noted."""
         if self.for_authority and self.client_id is None:
+            return None
+        if (why := why_no_browser()) is not None:
+            if why not in self.notes:
+                self.notes.append(why)
             return None
         if self._browser is None:
             self._browser = BrowserLogin(self.client_id)

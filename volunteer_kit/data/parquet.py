@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from .byte_window import HELD, Span, Window
 from .parquet_pages import MAX_PULLED, PageGuard
@@ -23,6 +23,10 @@ MAX_ROWS = 2**31
 TAIL = 64 * 2**10  # bytes fetched at once in the hope that the whole footer is among them
 BATCH = 4 * 2**20  # bytes decoded at once, about
 BATCH_ROWS = 64  # many rows may share one value of MAX_SHARED bytes, and are then unpacked to as many copies
+
+# The key, as Thrift writes it, under which a writer notes its own types. They are not parquet's: pyarrow 18 fails on a
+# fixed_size_list with a null row, and versions differ in views of strings. Under another key they are not looked at.
+WRITERS_TYPES, NOT_LOOKED_AT = b"\x18\x0cARROW:schema", b"\x18\x0cwriters-note"
 
 # What bad bytes lead to.
 WRONG = (ValueError, TypeError, LookupError, AttributeError, OverflowError, MemoryError, RecursionError)
@@ -45,8 +49,10 @@ class Table:
         self._size = size
         try:
             footer = _read_footer(size, open_range)
-            self._footer = _parse(footer)  # first: pyarrow is strict about what must be there
-            self._groups = _row_groups(footer)
+            _parse(footer)  # first: pyarrow is strict about what must be there
+            about = read_struct(footer)[0]
+            self._groups = _row_groups(about)
+            self._footer = _parse(_by_parquets_types(footer, about))
             fields = self._footer.schema.to_arrow_schema()
             self.columns = {field.name: field.type for field in fields}
         except (pa.ArrowException, OSError, *WRONG) as error:
@@ -183,10 +189,18 @@ def _parse(footer: bytes) -> pq.FileMetaData:
     return pq.ParquetFile(pa.BufferReader(alone), **limits).metadata
 
 
-def _row_groups(footer: bytes) -> list[_RowGroup]:
+def _by_parquets_types(footer: bytes, about: dict[int, Any]) -> bytes:
+    """The footer without the types that the writer noted beside parquet's own."""
+    at = footer.rfind(WRITERS_TYPES)
+    if at < 0 or not any(entry.get(1) == b"ARROW:schema" for entry in about.get(5, [])):
+        return footer
+    return footer[:at] + NOT_LOOKED_AT + footer[at + len(WRITERS_TYPES) :]
+
+
+def _row_groups(about: dict[int, Any]) -> list[_RowGroup]:
     """Read here, since pyarrow (26) ends the process when it is asked about a column of a damaged footer."""
     groups = []
-    for group in read_struct(footer)[0].get(4, []):
+    for group in about.get(4, []):
         places, sizes = [], []
         for column in group[1]:
             about = column[3]

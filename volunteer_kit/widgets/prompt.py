@@ -61,9 +61,10 @@ def agree(
 
 
 def _log_in(login: LoginChoice, say: Callable[[str], None]) -> None:
+    begun = login.browser()  # may add a note
     for note in login.notes:
         say(note)
-    browser = _show_link(login.browser(), say)
+    browser = _show_link(begun, say)
     say(TOKEN_HINT.format(plain(login.token_url)))
     for _ in range(ATTEMPTS):
         token = getpass.getpass(_question(browser))
