@@ -51,7 +51,7 @@ test-tpu:
 	.ci/test-tpu $(TEST)
 
 test-transformers-4: install
-	PYTHONPATH=$$($(PY) -m tests.older_transformers) $(PYTEST) tests/test_hf_trainer.py \
+	PYTHONPATH=$$($(PY) -m tests.older_packages transformers-4) $(PYTEST) tests/test_hf_trainer.py \
 	  tests/test_hf_optimizer.py tests/test_hf_swarm.py -k "not udp and not port and not router and not readme" $(TEST)
 
 check: install

@@ -29,7 +29,7 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from tests import older_ipykernel
+from tests import older_packages
 from volunteer_kit.process_group import find, kill_all
 from volunteer_kit.swarm.peer import free_port
 
@@ -48,7 +48,7 @@ class JupyterLab:
     """A server with a copy of the notebooks, a home and settings of its own.
 
     :param folder: for everything it writes
-    :param ipykernel: 7 is the environment's own, 6 the one before
+    :param ipykernel: 7 is the environment's own, 6 Kaggle's, with its ipywidgets and IPython
     :param environment: of the server and its kernels, beside this process's own; None takes a name away
     :param edit: notebook's name, code -> the code as it is to be run, of every code cell
     :param python: of the kernels, if it is not the environment's own
@@ -79,7 +79,7 @@ class JupyterLab:
 
     def _own_environment(self) -> dict[str, str | None]:
         home = self.folder / "jupyter"
-        paths = [str(older_ipykernel.folder())] if self.ipykernel == 6 else []
+        paths = [str(older_packages.folder("kaggle-kernel"))] if self.ipykernel == 6 else []
         paths += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             "VOLUNTEER_KIT_BROWSER_TEST": self._mark,

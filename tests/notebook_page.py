@@ -13,7 +13,7 @@ from typing import Any
 
 from jupyter_client import BlockingKernelClient, KernelManager
 
-from tests import older_ipykernel
+from tests import older_packages
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = 60  # s until something is there; a busy machine takes long to start anything
@@ -106,17 +106,21 @@ class Page:
         self.until(lambda: text in self.text())
 
 
+VERSIONS = "print('version', ipykernel.__version__, ipywidgets.__version__)"
+VERSIONS_OF = {"colab": "version 6.17.1 7.7.1", "kaggle": "version 6.17.1 8.1.5"}
+
+
 @contextlib.contextmanager
 def kernel(version: str, start: str = "", env: Mapping[str, str] | None = None) -> Iterator[KernelManager]:
-    """A real kernel, of ipykernel "6" or "installed", that has run `start`."""
+    """A real kernel that has run `start`: with the "installed" packages, or with those of "colab" or "kaggle"."""
     inherited = {name: value for name, value in (env or os.environ).items() if not name.startswith("VSCODE_")}
-    older = [str(older_ipykernel.folder())] if version == "6" else []
+    older = [str(older_packages.folder(f"{version}-kernel"))] if version != "installed" else []
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(env={**inherited, "PYTHONPATH": os.pathsep.join([*older, str(ROOT)])})
     try:
         with opened(manager) as page:
-            page.until_replied(page.run(f"{start}\nimport ipykernel\nprint('version', ipykernel.__version__)"))
-            assert ("version 6." in page.text()) == (version == "6")
+            page.until_replied(page.run(f"{start}\nimport ipykernel, ipywidgets\n{VERSIONS}"))
+            assert VERSIONS_OF.get(version, "version ") in page.text()
         yield manager
     finally:
         manager.shutdown_kernel(now=True)

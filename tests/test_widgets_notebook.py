@@ -1,4 +1,4 @@
-"""The notebook's surfaces in real kernels of ipykernel 6 and the newest, against the stand-in Hub."""
+"""The notebook's surfaces in real kernels, as Colab, Kaggle and we have them, against the stand-in Hub."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-@pytest.fixture(scope="module", params=["6", "installed"])
+@pytest.fixture(scope="module", params=["colab", "kaggle", "installed"])
 def manager(request, hub, tmp_path_factory) -> Iterator[KernelManager]:
     with kernel(request.param, START, hub.environment(tmp_path_factory.mktemp("hf"))) as manager:
         yield manager
