@@ -23,6 +23,7 @@ from volunteer_kit.model.transformers_model import (
     LoraSettings,
     TransformersConfig,
     build_transformers,
+    compute_dtype_of_4bit,
     save_pretrained,
     shapes_of,
 )
@@ -80,6 +81,20 @@ def test_a_quantized_base_begins_with_the_same_adapters(tmp_path):
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
     with pytest.raises(ValueError, match="quantized model cannot be trained"):
         build_transformers(TransformersConfig(config=TINY), 0, quantization="4bit")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [(None, torch.float32), ((6, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)],
+    ids=["CPU", "P100", "T4", "A100"],
+)
+def test_a_4bit_base_computes_in_what_the_card_has(monkeypatch, capability, dtype):
+    """PyTorch says that a T4 supports bf16, unless it is asked to leave emulation out."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or capability >= (8, 0)
+    )
+    assert compute_dtype_of_4bit() == dtype
 
 
 @pytest.mark.parametrize("lora", [LoraSettings(r=4), None])

@@ -30,6 +30,7 @@ from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig
 from volunteer_kit.swarm.records import PeerBoard
 from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config
+from volunteer_kit.training.hf_gpu import see_one_gpu, use_one_gpu
 from volunteer_kit.training.hf_trainer import SwarmCallback, Trainer, TrainingArguments
 
 
@@ -66,7 +67,9 @@ def swarm_trainer(
             f"The run {config.run_id!r} trains a text-to-image model, and no Trainer.\n"
             f"1. Join it with join_swarm(), or in a terminal: volunteer-kit join {config.run_id}"
         )
+    see_one_gpu()
     args = args or TrainingArguments(output_dir=f"{config.run_id}-out")
+    use_one_gpu(args)
     if args.max_steps <= 0:
         args.max_steps = config.optimizer.total_epochs
     args.max_grad_norm = 0.0  # the run's optimizer clips

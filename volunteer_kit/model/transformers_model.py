@@ -124,17 +124,26 @@ def _base(config: TransformersConfig, quantization: Quantization | None) -> nn.M
     if quantization:
         from transformers import BitsAndBytesConfig
 
-        compute = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
         more["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute,
+            bnb_4bit_compute_dtype=compute_dtype_of_4bit(),
         )
     place = look_through(config.transformers)
     return AutoModelForCausalLM.from_pretrained(
         **_named(place), trust_remote_code=False, use_safetensors=True, weights_only=True, **more
     )
+
+
+def compute_dtype_of_4bit() -> torch.dtype:
+    """What a base in 4 bits is multiplied in: bf16 where the card has it, else fp16 (a T4, a V100), fp32 on a CPU.
+
+    PyTorch counts emulated bf16 as support, which a T4 has, at a fraction of its speed.
+    """
+    if not torch.cuda.is_available():
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 def _with_adapters(base: nn.Module, lora: LoraSettings, seed: int, quantization: Quantization | None) -> nn.Module:

@@ -38,6 +38,7 @@ from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config, read_json
 from volunteer_kit.training.hf_data import OwnData, saved_state
+from volunteer_kit.training.hf_gpu import see_one_gpu, use_one_gpu
 from volunteer_kit.training.hf_member import Member
 
 DATA_ORDERS = 2**20  # different ones for those who join
@@ -60,7 +61,11 @@ class SwarmTrainingArguments(TrainingArguments):
     def __post_init__(self):
         if isinstance(self.hivemind_config, str):
             self.hivemind_config = read_json(self.hivemind_config)
+        if self.hivemind_config is not None and not self.use_cpu:
+            see_one_gpu()
         super().__post_init__()
+        if self.hivemind_config is not None:
+            use_one_gpu(self)
 
     def to_dict(self) -> dict[str, Any]:
         """For those who log it; compressions and other objects of the configuration by their names."""
@@ -297,7 +302,8 @@ class SwarmCallback(TrainerCallback):
 
 
 def refuse_other_ways(trainer: Trainer) -> None:
-    """Raises SwarmError where the Trainer is told to share the work in another way already."""
+    """Raises SwarmError where the Trainer is told to share the work in another way already; of several GPUs that it
+    would spread batches over it uses one."""
     for name, is_asked in (("DeepSpeed", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
         if is_asked:
             raise SwarmError(
@@ -305,13 +311,15 @@ def refuse_other_ways(trainer: Trainer) -> None:
                 f"1. Leave {name} out of the arguments, or\n2. leave hivemind_config out.",
                 kind="bad_config",
             )
-    if trainer.args.n_gpu > 1 or trainer.args.world_size > 1:
+    if trainer.args.world_size > 1:
         raise SwarmError(
-            "A peer trains on one GPU, and here are more.\n"
+            "A peer trains on one GPU, and a launcher (torchrun, accelerate launch) has started a process for each.\n"
             "1. Start one peer for each: CUDA_VISIBLE_DEVICES=0 python train.py, CUDA_VISIBLE_DEVICES=1 python ...\n"
             "2. From the second on, give them the first one's initial_peers.",
             kind="bad_config",
         )
+    if use_one_gpu(trainer.args):
+        trainer._train_batch_size = trainer.args.train_batch_size  # was for all of them
 
 
 def _is_due(strategy: Any, every: int, before: int, now: int) -> bool:
