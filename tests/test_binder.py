@@ -30,12 +30,6 @@ def test_start_runs_what_it_is_given_with_few_threads():
     assert done.stdout.split() == ["1", "2"]
 
 
-def test_the_notebook_links_to_its_binder():
-    text = (ROOT / "notebooks" / "join.ipynb").read_text()
-    (path,) = re.findall(r"mybinder\.org/v2/gh/[^/]+/[^/]+/HEAD\?labpath=([^)]+)\)", text)
-    assert (ROOT / path.replace("%2F", "/")).is_file()
-
-
 @pytest.fixture(scope="module")
 def image(tmp_path_factory) -> tuple[Path, Path]:
     """(the checkout, its environment's python), made as repo2docker makes them of binder/: requirements.txt with pip
