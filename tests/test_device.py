@@ -176,14 +176,45 @@ def test_a_small_swarm_does_not_need_all_cards():
 
 
 @pytest.mark.parametrize(
-    ("name", "cores", "memory_gb"), [("v2-8", 8, 8.0), ("v3-8", 8, 16.0), ("v5e-1", 1, 16.0), ("v6e-1", 1, 32.0)]
+    ("name", "cores", "memory_gb", "original"),  # samples of the original's model on a core, recomputing, parts
+    [
+        ("v2-8", 8, 8.0, (2, True, 1)),
+        ("v3-8", 8, 16.0, (4, True, 1)),
+        ("v5e-1", 1, 16.0, (16, True, 1)),
+        ("v6e-1", 1, 32.0, (64, True, 1)),
+    ],
 )
-def test_plans_of_tpus(name, cores, memory_gb):
-    for workload, least in ((None, 32 * cores), (ORIGINAL, cores)):
+def test_plans_of_tpus(name, cores, memory_gb, original):
+    for workload, expected in ((None, None), (ORIGINAL, original)):
         plan = plan_device(tpu(name, cores, memory_gb), workload)
         assert (plan.precision, plan.devices, plan.count) == ("bf16", ("xla",), cores)
-        assert plan.batch_size >= least and plan.batch_size % cores == 0
+        assert plan.batch_size % (cores * plan.parts) == 0
         assert not plan.warning and name in plan.why and "matrix units" in plan.why
+        if expected is None:
+            assert (plan.checkpointing, plan.parts) == (False, 1) and plan.batch_size >= 32 * cores
+        else:
+            assert (plan.batch_size // cores, plan.checkpointing, plan.parts) == expected
+            assert "for a larger batch to each transfer of gradients" in plan.why
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "target", "batch", "parts"),
+    [(16.0, None, 16, 1), (6.0, None, 16, 2), (5.0, None, 16, 4), (5.0, 96, 12, 3), (5.0, 24, 3, 1), (5.0, 8, 1, 1)],
+)
+def test_a_tpu_sums_the_gradients_of_what_does_not_fit_at_once(memory_gb, target, batch, parts):
+    plan = plan_device(tpu("v5e-1", 1, memory_gb), ORIGINAL, target_batch_size=target)
+    assert (plan.batch_size, plan.parts) == (batch, parts)
+    assert (f"in {parts} parts, whose gradients are summed on the device" in plan.why) == (parts > 1)
+    assert plan.batch_size % plan.parts == 0
+
+
+def test_a_tpu_recomputes_nothing_for_samples_that_the_swarm_does_not_want():
+    assert plan_device(tpu("v5e-1", 1, 16.0), ORIGINAL, target_batch_size=256).checkpointing
+    assert not plan_device(tpu("v5e-1", 1, 16.0), ORIGINAL, target_batch_size=8).checkpointing
+
+
+def test_a_gpu_sums_nothing_on_the_device_beside():
+    assert all(plan_device(gpu("Tesla T4", (7, 5), free), ORIGINAL).parts == 1 for free in (3.0, 15.0))
 
 
 def test_the_demos_workload_is_that_of_its_model():

@@ -19,6 +19,8 @@ CASES = [
     {"name": "fewer than cores", "model": "small", "batch_size": 1, "microbatches": 2},
     {"name": "recomputed", "model": "small", "batch_size": 8, "microbatches": 3, "checkpointing": True},
     {"name": "reversible", "model": "as the original", "batch_size": 8, "microbatches": 3, "checkpointing": True},
+    {"name": "in parts", "model": "small", "batch_size": 24, "microbatches": 3, "parts": 3},
+    {"name": "in fewer parts", "model": "small", "batch_size": 8, "microbatches": 2, "parts": 6},
     {"name": "bf16", "model": "demo", "batch_size": 16, "microbatches": 3, "precision": "bf16"},
 ]
 
@@ -73,7 +75,9 @@ def test_gradients_of_the_demo_are_those_of_the_cpu(devices, request):
     assert {line["on"] for line in found} == {"cpu"}, "where hivemind keeps its parameters"
 
 
-@pytest.mark.parametrize("case", ["uneven", "fewer than cores", "recomputed", "reversible", "after an error"])
+@pytest.mark.parametrize(
+    "case", ["uneven", "fewer than cores", "recomputed", "reversible", "after an error", "in parts", "in fewer parts"]
+)
 def test_so_are_those_of_other_shapes_of_recomputed_activations_and_after_an_error(four, case):
     assert four[case] and max(line["worst_gradient"] for line in four[case]) < 1e-3
 
@@ -95,6 +99,15 @@ def test_one_program_is_compiled_and_no_other_after_it(devices, request):
 def test_each_shape_compiles_once(four, case):
     counts = [line["compilations"] for line in four[case]]
     assert len(set(counts)) == 1
+
+
+def test_all_parts_of_a_microbatch_are_one_program(tmp_path):
+    case = {"name": "parts", "model": "small", "batch_size": 16, "microbatches": 3}
+    whole = Results(tmp_path / "whole", 1, [case])
+    parts = Results(tmp_path / "parts", 1, [{**case, "parts": 4}])
+    assert max(line["worst_gradient"] for line in parts.lines) < 1e-3
+    assert max(line["loss"] for line in parts.lines) < 1e-5
+    assert {line["compilations"] for line in parts.lines} == {line["compilations"] for line in whole.lines}
 
 
 def test_every_operation_is_compiled(one, four):

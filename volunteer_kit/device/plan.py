@@ -28,6 +28,7 @@ class DevicePlan:
     warning: str = ""
     devices: tuple[str, ...] = ("cpu",)  # PyTorch's names; a TPU's cores are one "xla"
     count: int = 1  # devices that share a microbatch: cards, or a TPU's cores
+    parts: int = 1  # of a microbatch, one after another, whose gradients are summed on the device; more than 1 on a TPU
 
 
 def largest_batch(target_batch_size: int | None) -> int:
@@ -55,21 +56,29 @@ def plan_device(
     reasons = [f"{device.name}: {row.why}", *where]
     batch, why = _by_speed(row, work, threads, peers)
     reasons += why
-    # On a GPU: weights, gradients, accumulators. On the CPU also the optimizer and the averager's buffers.
-    fixed = work.parameters * (28 if device.kind == "cpu" else 12)
+    # On a GPU: weights, gradients, accumulators. On the CPU also the optimizer and the averager's buffers. On a TPU the
+    # gradients once more as one row of numbers, and the zeros that their sum over parts begins with.
+    fixed = work.parameters * {"cpu": 28, "tpu": 20}.get(device.kind, 12)
     room = free * 1e9 / peers * SAFE_SHARE - fixed
-    batch, checkpointing, fits, why = _by_memory(batch, work, row.precision, room, free)
+    wanted = batch
+    most = max(1, largest_batch(target_batch_size) // count)
+    enough = min(batch, most if device.kind == "tpu" else math.ceil(BUSY_TOKENS / work.tokens))
+    batch, checkpointing, fits, why = _by_memory(batch, enough, work, row, room, free)
     reasons += why
     warning = ""
     if not fits:
         needed = (fixed + work.sample_bytes(row.precision, checkpointing)) / SAFE_SHARE / 1e9
         warning = _TOO_SMALL.format(needed=needed, name=device.name, free=free / peers)
+    part, batch = batch, wanted if device.kind == "tpu" else batch
     batch, count, why = _by_target(batch, count, target_batch_size)
+    reasons += why
+    batch, parts, why = _in_parts(batch, part)
     reasons += why
     names = names[:count] if device.kind == "cuda" else names
     if device.kind == "cpu":
         reasons.append(f"{threads} thread{'s' if threads > 1 else ''}")
-    return DevicePlan(batch * count, row.precision, checkpointing, threads, "; ".join(reasons), warning, names, count)
+    why = "; ".join(reasons)
+    return DevicePlan(batch * count, row.precision, checkpointing, threads, why, warning, names, count, parts)
 
 
 def _places(device: Device, peers: int) -> tuple[tuple[str, ...], int, float, list[str]]:
@@ -99,15 +108,19 @@ def _by_speed(row: Row, work: Workload, threads: int, peers: int) -> tuple[int, 
 
 
 def _by_memory(
-    batch: int, work: Workload, precision: Precision, room: float, free_gb: float
+    batch: int, enough: int, work: Workload, row: Row, room: float, free_gb: float
 ) -> tuple[int, bool, bool, list[str]]:
-    """(samples that a device has room for, whether it recomputes, whether a sample fits at all, why)."""
-    why = []
-    enough = min(batch, math.ceil(BUSY_TOKENS / work.tokens))
+    """(samples that a device has room for, whether it recomputes, whether a sample fits at all, why).
+
+    :param enough: samples for which activations are recomputed if they do not fit otherwise. They keep a GPU busy, and
+        more gain nothing; on a TPU they are all, since every gradient crosses to the CPU with each microbatch
+    """
+    why, precision = [], row.precision
     room_without = room - work.layer_bytes(precision, False)
     checkpointing = enough * work.sample_bytes(precision, False) > room_without
     if checkpointing:
-        why.append("recomputes activations to save memory")
+        gain = ", for a larger batch to each transfer of gradients" if row.kind == "tpu" else " to save memory"
+        why.append(f"recomputes activations{gain}")
     else:
         room = room_without
     size = work.sample_bytes(precision, checkpointing)
@@ -128,6 +141,14 @@ def _by_target(batch: int, count: int, target_batch_size: int | None) -> tuple[i
     if not small:
         why.append(f"no more, to be a small part of the swarm's {target_batch_size} an epoch")
     return batch, count, why
+
+
+def _in_parts(batch: int, part: int) -> tuple[int, int, list[str]]:
+    """(samples on each device, how many parts they are computed in, why), where `part` is what fits at once."""
+    if batch <= part:
+        return batch, 1, []
+    parts = batch // part
+    return parts * part, parts, [f"computed in {parts} parts, whose gradients are summed on the device"]
 
 
 def _power_of_two(limit: float) -> int:

@@ -42,7 +42,9 @@ class Compute:
         """What computes in the trainer's place, where one device is not all; compiled programs are kept in `folder`.
         Raises MissingTorchXla."""
         if self.found.kind == "tpu":
-            return TpuCores(compute_loss, precision=self.plan.precision, programs=folder)
+            at_once = self.plan.batch_size // self.plan.parts
+            parts = max(1, self.batch_size // at_once)  # of the size that this machine was told to take, if it was
+            return TpuCores(compute_loss, precision=self.plan.precision, programs=folder, parts=parts)
         if self.plan.count > 1:
             return Replicas(self.plan.devices, compute_loss, self.plan.precision)
         return None

@@ -1,7 +1,8 @@
 """Training on TPUs: torch_xla over PJRT, in one process, all cores as one device.
 
 The model that the swarm averages stays on the CPU. A copy of it lives on the TPU, and each microbatch's gradients come
-back in one transfer. The batch is cut over the cores, parameters are whole on each; XLA's partitioner puts the sum of
+back in one transfer; a microbatch that does not fit at once is computed in parts, whose gradients are summed on the
+TPU before. The batch is cut over the cores, parameters are whole on each; XLA's partitioner puts the sum of
 gradients over the cores into the program itself (Xu et al. 2021, GSPMD, https://arxiv.org/abs/2105.04663).
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,6 +41,7 @@ class TpuCores:
     :param compute_loss: (model, batch) -> scalar mean loss; the batch's tensors are on the model's device
     :param precision: "bf16", or "fp32", several times slower; parameters and gradients are fp32 in both
     :param cores: 1 takes the first core only, None all there are (torch_xla's SPMD knows nothing between)
+    :param parts: of a microbatch, one after another; a size that they do not divide takes fewer
     :param programs: a folder that keeps what was compiled, so that a process that follows this one need not wait again
     Raises MissingTorchXla.
     """
@@ -49,14 +52,16 @@ class TpuCores:
         precision: Literal["bf16", "fp32"] = "bf16",
         cores: Literal[1] | None = None,
         programs: str | Path | None = None,
+        parts: int = 1,
     ):
         require_torch_xla()
         self._compute_loss, self._precision, self._cores = compute_loss, precision, cores
-        self._programs = programs
+        self._programs, self._parts = programs, max(1, parts)
         self._device: torch.device | None = None
         self._mesh: Any = None  # of all cores; None: one core
         self._copy: torch.nn.Module | None = None
         self._copied = -1  # parameter_version of what the copy holds
+        self._zeros: torch.Tensor | None = None  # on the TPU: what the sum over parts begins with
 
     def __call__(self, model: torch.nn.Module, batch: Any, scale: float = 1.0) -> torch.Tensor:
         """Set .grad of the model's parameters. :returns: the microbatch's mean loss. Both are on the CPU.
@@ -66,7 +71,7 @@ class TpuCores:
         self._open()
         each = self._up_to_date(model)
         try:
-            numbers, has_gradient = self._computed(each, self._moved(batch), scale)
+            numbers, has_gradient = self._summed(each, batch, scale)
         finally:
             each.zero_grad(set_to_none=True)  # what an error leaves would become an output of the next program
         start = 0
@@ -78,7 +83,7 @@ class TpuCores:
 
     def close(self) -> None:
         """Forget the copy; the TPU itself is this process's until it ends."""
-        self._copy, self._copied = None, -1
+        self._copy, self._copied, self._zeros = None, -1, None
 
     def _open(self) -> None:
         if self._device is not None:
@@ -114,10 +119,22 @@ class TpuCores:
             self._copied = version
         return self._copy
 
-    def _moved(self, batch: Any) -> Any:
-        """The batch's tensors on the TPU, their rows (B, ...) cut over the cores."""
+    def _summed(self, each: torch.nn.Module, batch: Any, scale: float) -> tuple[torch.Tensor, list[bool]]:
+        """Forward and backward of all parts, one transfer back.
+
+        :returns: every gradient flat, one after another, then the loss, on the CPU; and which parameters have one
+        """
         tensors = {name: value for name, value in batch._asdict().items() if torch.is_tensor(value)}
-        return SimpleNamespace(**dict(zip(tensors, self._sent(list(tensors.values()), cut=True), strict=True)))
+        rows = min(len(tensor) for tensor in tensors.values())
+        parts = math.gcd(rows, self._parts)
+        numbers = None
+        # cut on the CPU: rows taken on the TPU by their numbers would make a program of each part
+        for part in zip(*(tensor.chunk(parts) for tensor in tensors.values()), strict=True):
+            moved = SimpleNamespace(**dict(zip(tensors, self._sent(list(part), cut=True), strict=True)))
+            numbers, has_gradient = self._computed(each, moved, scale / parts, numbers, parts > 1)
+        numbers = numbers.cpu()
+        numbers[-1] /= parts
+        return numbers, has_gradient
 
     def _sent(self, tensors: list[torch.Tensor], cut: bool = False) -> list[torch.Tensor]:
         """The tensors on the TPU: all of them in one transfer, whole on each core, or cut into rows."""
@@ -132,11 +149,11 @@ class TpuCores:
         pairs = zip(tensors, specs, strict=True)
         return [xla.send_cpu_data_to_device([t], self._device, input_sharding=spec)[0] for t, spec in pairs]
 
-    def _computed(self, each: torch.nn.Module, batch: Any, scale: float) -> tuple[torch.Tensor, list[bool]]:
-        """Forward and backward: one program, one transfer back.
-
-        :returns: every gradient flat, one after another, then the loss, on the CPU; and which parameters have one
-        """
+    def _computed(
+        self, each: torch.nn.Module, batch: Any, scale: float, so_far: torch.Tensor | None, is_part: bool
+    ) -> tuple[torch.Tensor, list[bool]]:
+        """Forward and backward of one part: one program, the same for each. Its numbers stay on the TPU, added to those
+        of the parts before."""
         import torch_xla
 
         with self._autocast():
@@ -146,14 +163,28 @@ class TpuCores:
         flat = [gradient.flatten() for gradient in gradients if gradient is not None]
         numbers = torch.cat([*flat, loss.detach().float().view(1)])
         has_gradient = [gradient is not None for gradient in gradients]
-        del loss, gradients, flat
+        if is_part:
+            numbers = numbers + (self._nothing_yet(len(numbers)) if so_far is None else so_far)
+        del loss, gradients, flat, so_far
         each.zero_grad(set_to_none=True)  # now, or the program would give each gradient a second time
+        self._keep_whole(numbers)  # summed over the cores
+        torch_xla.sync()
+        return numbers, has_gradient
+
+    def _nothing_yet(self, length: int) -> torch.Tensor:
+        """Zeros that lie on the TPU: made within the first part's program, they would make it another than the rest."""
+        if self._zeros is None or len(self._zeros) != length:
+            import torch_xla.core.xla_model as xla
+
+            (self._zeros,) = xla.send_cpu_data_to_device([torch.zeros(length)], self._device)
+            self._keep_whole(self._zeros)
+        return self._zeros
+
+    def _keep_whole(self, numbers: torch.Tensor) -> None:
         if self._mesh is not None:
             from torch_xla.distributed.spmd import mark_sharding
 
-            mark_sharding(numbers, self._mesh, (None,))  # summed, and whole on each core
-        torch_xla.sync()
-        return numbers.cpu(), has_gradient
+            mark_sharding(numbers, self._mesh, (None,))
 
     def _autocast(self):
         return torch.autocast("xla", dtype=torch.bfloat16) if self._precision == "bf16" else nullcontext()
