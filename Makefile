@@ -3,6 +3,7 @@
 #   make demo        a bootstrap peer and three volunteers train together on this machine
 #   make test        the tests (minutes); make test-slow: the long ones; make test-tpu: with torch_xla (7 GB, once)
 #   make test-transformers-4   what tests the Trainer, with the last transformers 4
+#   make test-kaggle-data      what tests data and logins, with Kaggle's pyarrow, datasets and huggingface_hub
 #   make check       ruff and the floors of the house (import-linter)
 #   make fuzz SECONDS=60 TARGET=tar   fuzz each decoder of others' bytes, or one, for so many seconds (tests/fuzz)
 #   make bench       every benchmark, one after another
@@ -21,7 +22,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install demo test test-slow test-tpu test-transformers-4 check fuzz bench clean
+.PHONY: install demo test test-slow test-tpu test-transformers-4 test-kaggle-data check fuzz bench clean
 
 install: $(STAMP)
 
@@ -53,6 +54,10 @@ test-tpu:
 test-transformers-4: install
 	PYTHONPATH=$$($(PY) -m tests.older_packages transformers-4) $(PYTEST) tests/test_hf_trainer.py \
 	  tests/test_hf_optimizer.py tests/test_hf_swarm.py -k "not udp and not port and not router and not readme" $(TEST)
+
+test-kaggle-data: install
+	PYTHONPATH=$$($(PY) -m tests.older_packages kaggle-data) $(PYTEST) tests/test_parquet.py tests/test_hub.py \
+	  tests/test_login.py $(TEST)
 
 check: install
 	$(VENV)/bin/ruff check .
