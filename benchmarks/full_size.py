@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -77,7 +78,10 @@ def follow_orders(supervisor: Supervisor) -> None:
 class Peer:
     """A peer's process, what it said, and what it took."""
 
-    def __init__(self, number: int, run: RunConfig, initial_peers: list[str], folder: Path, threads: int) -> None:
+    def __init__(
+        self, number: int, run: RunConfig, initial_peers: list[str], folder: Path, threads: int, sharing: int = 1
+    ) -> None:
+        """:param sharing: peers among which a worker takes this machine to be shared"""
         self.name, self.folder = f"peer {number}", folder / f"peer-{number}"
         self.folder.mkdir()
         self.events: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
@@ -95,6 +99,7 @@ class Peer:
             run=run.model_dump(mode="json"), name=self.name, initial_peers=initial_peers,
             host_maddrs=["/ip4/127.0.0.1/tcp/0"], identity_path=str(self.folder / "identity.key"), client_mode=False,
             checkpoint_dir=str(self.folder / "checkpoints"), threads=threads, peer_seed=number,
+            peers_on_machine=sharing,
         )  # fmt: skip
         self.say({"worker": worker.model_dump(), "log": str(self.folder / "log")})
         self.say(EPOCHS)
@@ -234,33 +239,47 @@ def compare(one: Path, other: Path) -> dict[str, float]:
 
 
 def main(data: str, target_batch_size: int, patience: float) -> int:
-    console, run, peers = Console(), lowered(data, target_batch_size), []
+    console, run = Console(), lowered(data, target_batch_size)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         torch.manual_seed(0)
         save_vqgan(folder / f"{run.image_tokenizer}.safetensors", Vqgan(VqganConfig()))
-        tokenizer_bytes = (folder / f"{run.image_tokenizer}.safetensors").stat().st_size
-        bootstrap, maddrs = start_bootstrap()
-        started = time.monotonic()
-        try:
-            for number in (1, 2):
-                peers.append(Peer(number, run, maddrs, folder, threads=max(1, (os.cpu_count() or 2) // 2)))
-            limited = all(peer.group.path for peer in peers)
-            console.print(
-                f"Each peer may have {PEER_MEMORY / 1e9:.0f} GB: a control group sees to it."
-                if limited
-                else "No control group could be made (it takes root): the peers may have all memory there is."
-            )
-            gpu_bytes = train(peers, console, patience)
-            seconds = time.monotonic() - started
-            held = compare(*(Path(peer.checkpoint) for peer in peers))
-            disk = max(peer.disk() for peer in peers) + tokenizer_bytes
-        finally:
-            for peer in peers:
-                peer.close()
-            bootstrap.stdin.close()
-            bootstrap.wait()
-    figures = {
+        peers, figures = measure(run, folder, console, patience)
+    return report(console, peers, figures)
+
+
+def measure(
+    run: RunConfig, folder: Path, console: Console, patience: float, sharing: int = 1
+) -> tuple[list[Peer], dict[str, Any]]:
+    """Two peers apply EPOCHS epochs of `run` together. -> them, as they ended, and figures. Raises SystemExit.
+
+    :param folder: their home, with the run's image tokenizer in it
+    :param sharing: as of Peer
+    """
+    peers: list[Peer] = []
+    tokenizer_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    bootstrap, maddrs = start_bootstrap()
+    started = time.monotonic()
+    try:
+        for number in (1, 2):
+            threads = max(1, (os.cpu_count() or 2) // 2)
+            peers.append(Peer(number, run, maddrs, folder, threads, sharing))
+        limited = all(peer.group.path for peer in peers)
+        console.print(
+            f"Each peer may have {PEER_MEMORY / 1e9:.0f} GB: a control group sees to it."
+            if limited
+            else "No control group could be made (it takes root): the peers may have all memory there is."
+        )
+        gpu_bytes = train(peers, console, patience)
+        seconds = time.monotonic() - started
+        held = compare(*(Path(peer.checkpoint) for peer in peers))
+        disk = max(peer.disk() for peer in peers) + tokenizer_bytes
+    finally:
+        for peer in peers:
+            peer.close()
+        bootstrap.stdin.close()
+        bootstrap.wait()
+    return peers, {
         **held,
         "peak_rss_gb": max(peer.rss for peer in peers) / 1e9,
         "peak_pss_gb": max(peer.pss for peer in peers) / 1e9,
@@ -274,7 +293,6 @@ def main(data: str, target_batch_size: int, patience: float) -> int:
         "received": min(event["received"] for peer in peers for event in peer.epochs),
         "minutes": seconds / 60,
     }
-    return report(console, peers, figures)
 
 
 def report(console: Console, peers: list[Peer], figures: dict) -> int:

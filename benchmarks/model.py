@@ -30,12 +30,20 @@ CYCLE = dict(
     attn_types=("axial_row", "axial_col", "axial_row", "axial_row"), shared_attn_ids=(0, 1, 2, 3),
     shared_ff_ids=(0, 1, 2, 3), last_layer_conv_like=True, padding="dalle-pytorch",
 )  # fmt: skip
-SIZES = {"cpu": dict(dim=512, depth=8, heads=8), "cuda": dict(dim=1024, depth=64, heads=16)}
+SIZES = {
+    "cpu": dict(dim=512, depth=8, heads=8),
+    "cuda": dict(dim=1024, depth=64, heads=16),
+    "tiny": dict(
+        dim=64, depth=5, heads=2, dim_head=32, text_seq_len=16, num_text_tokens=500, image_fmap_size=8,
+        num_image_tokens=100,
+    ),
+}  # fmt: skip
 SMALLEST_GRADIENT = 1e-7  # of a tensor's norm; LayerScale starts at 1e-6 in deep models, below it all is rounding
 
 
-def config(device: str, reversible: bool) -> DalleConfig:
-    return DalleConfig(**CYCLE, **SIZES[device], reversible=reversible)
+def config(size: str, reversible: bool) -> DalleConfig:
+    """:param size: one of SIZES"""
+    return DalleConfig(**CYCLE, **SIZES[size], reversible=reversible)
 
 
 def reference(model: Dalle) -> torch.nn.Module:
@@ -52,10 +60,12 @@ def reference(model: Dalle) -> torch.nn.Module:
 # --- one side, in a process of its own: a line in, a line of JSON out ---
 
 
-def serve(side: str, device: str, precision: str, reversible: bool, checkpointing: bool, batch: int) -> None:
+def serve(
+    side: str, size: str, device: str, precision: str, reversible: bool, checkpointing: bool, batch: int
+) -> None:  # fmt: skip
     """Step whenever a line arrives: "step", or "save PATH" for one whose gradients are written there."""
     torch.manual_seed(0)
-    model = Dalle(config(device, reversible), checkpointing=checkpointing)
+    model = Dalle(config(size, reversible), checkpointing=checkpointing)
     c = model.config
     model = (reference(model) if side == "theirs" else model).to(device)
     seed = torch.Generator().manual_seed(1)
@@ -112,9 +122,11 @@ class Side:
             [sys.executable, __file__, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.steps: list[dict[str, float]] = []
-        self._read()
+        self._is_ready = False
 
     def step(self, order: str = "step") -> dict[str, float]:
+        if not self._is_ready:  # all sides load at once, and each is waited for when it is needed
+            self._is_ready = bool(self._read())
         self.process.stdin.write(order + "\n")
         self.process.stdin.flush()
         self.steps.append(self._read())
@@ -131,9 +143,14 @@ class Side:
         self.process.wait()
 
 
-def compare(rounds: int, device: str, precision: str, reversible: bool, batch: int) -> list[dict]:
-    """dalle-pytorch, the kit, and the kit with checkpointing, in turn; one row of figures each."""
-    common = dict(device=device, precision=precision, reversible=int(reversible), batch=batch)
+def compare(
+    rounds: int, device: str, precision: str, reversible: bool, batch: int, size: str | None = None
+) -> list[dict]:  # fmt: skip
+    """dalle-pytorch, the kit, and the kit with checkpointing, in turn; one row of figures each.
+
+    :param size: one of SIZES; None: the device's
+    """
+    common = dict(size=size or device, device=device, precision=precision, reversible=int(reversible), batch=batch)
     sides = [Side(side="theirs", checkpointing=0, **common)]
     sides += [Side(side="ours", checkpointing=choice, **common) for choice in (0, 1)]
     try:
@@ -158,7 +175,7 @@ def gradient_gap(theirs: str, ours: str) -> float:
     expected, found = (torch.load(path, map_location="cpu", weights_only=True) for path in (theirs, ours))
     assert expected.keys() >= found.keys() and found
     names = [name for name in found if expected[name].norm() > SMALLEST_GRADIENT]
-    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in names)
+    return max((((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in names), default=0.0)
 
 
 def figures(theirs: Side, side: Side, grad_gap: float) -> dict:
@@ -243,6 +260,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5, help="steps of each side")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
+    parser.add_argument("--size", choices=SIZES, default="cpu", help=argparse.SUPPRESS)
     parser.add_argument("--precision", default="fp32", help=argparse.SUPPRESS)
     for name in ("--reversible", "--checkpointing", "--batch"):
         parser.add_argument(name, type=int, default=0, help=argparse.SUPPRESS)
@@ -251,6 +269,6 @@ if __name__ == "__main__":
     if options.side is None:
         sys.exit(main(options.rounds))
     serve(
-        options.side, options.device, options.precision, bool(options.reversible), bool(options.checkpointing),
-        options.batch,
+        options.side, options.size, options.device, options.precision, bool(options.reversible),
+        bool(options.checkpointing), options.batch,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Processes of peer.py, and what they say."""
+"""Processes of peer.py, or of another module that speaks as it does, and what they say."""
 
 from __future__ import annotations
 
@@ -25,16 +25,25 @@ class TrainerPeer:
 
     :param inside: what stands before its command
     :param look: -> fields that are added to each of its events as it comes
+    :param module: what it runs
     :param settings: peer.py's
     """
 
-    def __init__(self, out: Path, inside: Sequence[str] = (), look: Callable[[], dict] = dict, **settings):
+    def __init__(
+        self,
+        out: Path,
+        inside: Sequence[str] = (),
+        look: Callable[[], dict] = dict,
+        module: str = "benchmarks.trainer_parts.peer",
+        **settings,
+    ):
         self.out, self.events, self._look = out, [], look
         self._log = out.with_suffix(".log")
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "benchmarks.trainer_parts.peer"],
+            [*inside, sys.executable, "-m", module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log.open("w"), text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
         self.process.stdin.write(json.dumps({**settings, "out": str(out)}) + "\n")
         self.process.stdin.flush()
