@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu_parts.part import Setting, Tell, gigabytes_peak
 
 WORDS = 512
-LLAMA = {"hidden_size": 2048, "layers": 12, "heads": 16, "length": 512, "batch": 8}
+LLAMA = {"hidden_size": 2048, "layers": 8, "heads": 16, "length": 512, "batch": 8}
 TINY = {"hidden_size": 64, "layers": 2, "heads": 2, "length": 24, "batch": 4}
 STEPS = {"cuda": 12, "cpu": 6}
 

@@ -42,12 +42,11 @@ def measure(setting: Setting, tell: Tell) -> None:
     ways = {"kit": of_the_kit, "bitsandbytes": on_the_cpu}
     if setting.device == "cuda":
         ways["bitsandbytes_cuda"] = on_the_card
-    for name, way in ways.items():
-        tell(**{f"{name}_s": timed(way, setting), f"{name}_error": error(way(), on_cpu)})
-    tell(copy_s=timed(lambda: gradient.cpu(), setting), values=count)
-    kit, theirs = timed(of_the_kit, setting), timed(on_the_cpu, setting)
-    tell(kit_to_bitsandbytes=theirs / kit)
-    tell.summary(f"there and back on the CPU: the kit {kit:.3f} s, bitsandbytes {theirs:.3f} s")
+    seconds = {name: timed(way, setting) for name, way in ways.items()}
+    tell(values=count, copy_s=timed(lambda: gradient.cpu(), setting), **{f"{k}_s": s for k, s in seconds.items()})
+    tell(**{f"{name}_error": error(way(), on_cpu) for name, way in ways.items()})
+    tell(bitsandbytes_to_kit=seconds["bitsandbytes"] / seconds["kit"])
+    tell.summary("there and back: " + ", ".join(f"{name} {taken:.3f} s" for name, taken in seconds.items()))
 
 
 def timed(way, setting: Setting) -> float:
