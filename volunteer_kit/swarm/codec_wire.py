@@ -78,7 +78,8 @@ def expect_bytes(message: runtime_pb2.Tensor, expected: int) -> None:
 def from_buffer(buffer: bytes, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(buffer[offset : offset + count * dtype.itemsize]), dtype=dtype, count=count)
+    part = bytearray(memoryview(buffer)[offset : offset + count * dtype.itemsize])
+    return torch.frombuffer(part, dtype=dtype, count=count)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

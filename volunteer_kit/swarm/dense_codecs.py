@@ -123,9 +123,10 @@ class BlockwiseCodec(CompressionBase):
             return NoCompression().compress(tensor, info, allow_inplace)
         values = tensor.detach().float().reshape(-1)  # (N,)
         blocks = math.ceil(values.numel() / self.block_size)
-        padded = torch.nn.functional.pad(values, (0, blocks * self.block_size - values.numel()))
+        missing = blocks * self.block_size - values.numel()
+        padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
         padded = padded.view(blocks, self.block_size)  # (blocks, block_size)
-        scales = padded.abs().amax(dim=1) / self.largest if blocks else torch.empty(0)  # (blocks,)
+        scales = torch.linalg.vector_norm(padded, torch.inf, dim=1) / self.largest  # (blocks,)
         steps = (padded / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
         steps = steps.view(-1)[: values.numel()]
         if self.bits == 4:
@@ -138,14 +139,18 @@ class BlockwiseCodec(CompressionBase):
         count = math.prod(shape)
         blocks, size = math.ceil(count / self.block_size), math.ceil(count * self.bits / 8)
         expect_bytes(serialized_tensor, 4 + 4 * blocks + size)
-        if struct.unpack_from("<I", serialized_tensor.buffer)[0] != self.block_size:
+        buffer = serialized_tensor.buffer  # a copy of it, each time that it is asked for
+        if struct.unpack_from("<I", buffer)[0] != self.block_size:
             raise ValueError("unknown block size")
-        scales = from_buffer(serialized_tensor.buffer, torch.float32, blocks, offset=4)
+        scales = from_buffer(buffer, torch.float32, blocks, offset=4)
         kind = torch.int8 if self.bits == 8 else torch.uint8
-        steps = from_buffer(serialized_tensor.buffer, kind, size, offset=4 + 4 * blocks).float()
+        steps = from_buffer(buffer, kind, size, offset=4 + 4 * blocks)
         if self.bits == 4:
-            steps = _out_of_bytes(steps.to(torch.uint8), 4, count).float() - 8
-        values = steps * scales.repeat_interleave(self.block_size)[:count]
+            steps = _out_of_bytes(steps, 4, count).to(torch.int8) - 8
+        values, whole = steps.float(), count // self.block_size
+        # a block at a time: to repeat each scale for its values took several times as long
+        values[: whole * self.block_size].view(whole, self.block_size).mul_(scales[:whole, None])
+        values[whole * self.block_size :].mul_(scales[whole:])
         return values.to(dtype).reshape(shape)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
