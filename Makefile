@@ -4,7 +4,8 @@
 #   make test        the tests (minutes); make test-slow: the long ones; make test-tpu: with torch_xla (7 GB, once)
 #   make test-transformers-4   what tests the Trainer, with the last transformers 4
 #   make test-kaggle-data      what tests data and logins, with Kaggle's pyarrow, datasets and huggingface_hub
-#   make check       ruff and the floors of the house (import-linter)
+#   make check       ruff, the floors of the house (import-linter), and the docs
+#   make docs        the docs as a site in build/site
 #   make fuzz SECONDS=60 TARGET=tar   fuzz each decoder of others' bytes, or one, for so many seconds (tests/fuzz)
 #   make bench       every benchmark, one after another
 
@@ -22,7 +23,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install demo test test-slow test-tpu test-transformers-4 test-kaggle-data check fuzz bench clean
+.PHONY: install demo test test-slow test-tpu test-transformers-4 test-kaggle-data check docs fuzz bench clean
 
 install: $(STAMP)
 
@@ -59,9 +60,12 @@ test-kaggle-data: install
 	PYTHONPATH=$$($(PY) -m tests.older_packages kaggle-data) $(PYTEST) tests/test_parquet.py tests/test_hub.py \
 	  tests/test_login.py $(TEST)
 
-check: install
+check: install docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports --no-logo --no-cache
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 fuzz: install
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m tests.fuzz --seconds $(SECONDS) $(addprefix --target ,$(TARGET))

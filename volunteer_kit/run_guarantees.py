@@ -58,7 +58,7 @@ def why_not_verified(technique: str) -> str:
 
 
 def as_markdown() -> str:
-    """The table as the README has it."""
+    """The table as docs/cheating.md has it."""
     lines = ["| | bounds | CenteredClip | verification |", "|---|---|---|---|"]
     for row in GUARANTEES:
         cells = [cell or "yes" for cell in row[1:]]
