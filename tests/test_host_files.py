@@ -57,6 +57,22 @@ def test_a_databases_password_is_for_its_owner_only(tmp_path):
     assert not parts[MONITOR].environment and not parts[DASHBOARD].environment
 
 
+@pytest.mark.parametrize(
+    ("listens", "here"),
+    [
+        ("/ip4/0.0.0.0/tcp/31337", "/ip4/127.0.0.1/tcp/31337/p2p/QmA"),
+        ("/ip6/::/tcp/31337", "/ip6/::1/tcp/31337/p2p/QmA"),
+        ("/ip4/192.168.1.5/tcp/31337", "/ip4/192.168.1.5/tcp/31337/p2p/QmA"),
+    ],
+)
+def test_the_monitor_reaches_the_first_peer_without_the_router(tmp_path, listens, here):
+    """Its public address may lead nowhere from within: many routers, and containers, have no way back in."""
+    settings = HostSettings(host_maddrs=(listens, "/ip4/0.0.0.0/udp/31337/quic-v1"))
+    parts = {part.name: part for part in other_parts(HostFolder(tmp_path), settings, PEERS)}
+    command = parts[MONITOR].command
+    assert command[command.index("--initial-peers") + 1].split(",") == [here, *PEERS]
+
+
 # --- the run file of volunteers ---
 
 BLOCK = """

@@ -39,7 +39,7 @@ def other_parts(folder: HostFolder, settings: HostSettings, addresses: Sequence[
     if settings.behind_proxy:
         authority += ["--behind-proxy"]
     monitor = [CLI, "monitor", run, "--folder", str(folder.monitor), "--keys", str(folder.keys)]
-    monitor += ["--initial-peers", ",".join(addresses)]
+    monitor += ["--initial-peers", ",".join([*addresses_here(settings.host_maddrs, addresses), *addresses])]
     if settings.host_maddrs:  # the same interfaces, any port
         monitor += ["--host-maddrs", ",".join(any_port(maddr) for maddr in settings.host_maddrs)]
     if settings.push_to:
@@ -55,6 +55,21 @@ def other_parts(folder: HostFolder, settings: HostSettings, addresses: Sequence[
         Part(MONITOR, tuple(monitor), ready_within=300.0, needs_token=bool(settings.push_to)),
         Part(DASHBOARD, tuple(dashboard)),
     ]
+
+
+def addresses_here(host_maddrs: Sequence[str], addresses: Sequence[str]) -> list[str]:
+    """The first peer's addresses as its own machine reaches it. Many routers do not lead a machine back to itself by
+    its public address, and a container may have no way there either.
+
+    :param host_maddrs: where it listens
+    :param addresses: which it gives to others, with its peer id
+    """
+    peer_id = next((address.rpartition("/p2p/")[2] for address in addresses if "/p2p/" in address), None)
+    if peer_id is None:
+        return []
+    here = [re.sub(r"^/ip4/0\.0\.0\.0/", "/ip4/127.0.0.1/", re.sub(r"^/ip6/::/", "/ip6/::1/", m)) for m in host_maddrs]
+    known = [f"{maddr}/p2p/{peer_id}" for maddr in here if re.search(r"/tcp/[1-9]\d*$", maddr)]
+    return [address for address in known if address not in addresses]
 
 
 def any_port(maddr: str) -> str:
