@@ -90,6 +90,7 @@ def test_the_run_file_page_explains_every_setting(generate):
     page = generate.run_file_page()
     rows = re.findall(r"^\| `(\w+)` \| .*? \| .*? \| (.*?) \|$", page, re.M)
     assert set(RunConfig.model_fields) <= {name for name, _ in rows}
+    assert len(rows) > 60 and not [name for name, text in rows if not text.strip()], "no comment beside these fields"
     example = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.S).group(1))
     assert RunConfig.model_validate(example).run_id == "my-run"
 
@@ -98,7 +99,7 @@ def test_the_comments_of_a_model_become_its_fields_text(generate):
     from volunteer_kit.run_sections import SwarmConfig
 
     texts = generate.comments_of(SwarmConfig)
-    assert texts["compress_above"] == "Elements, as in the original run"
+    assert texts["compress_above"] == "Elements above which a tensor is large; as in the original run"
     assert "before a round" in texts["matchmaking_time"] and "loses time" in texts["matchmaking_time"]
 
 

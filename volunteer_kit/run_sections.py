@@ -24,9 +24,10 @@ class LocalStepsSection(BaseModel):
 
     # Samples of one step of one peer. A peer takes target_batch_size / (peers * batch_size) steps in an epoch.
     batch_size: int = Field(ge=1, le=2**20)
-    # How much of the mean way the model goes, with `momentum` of the last ones on top. Lower it if the loss jumps up
-    # after rounds. With `sparse`, whose late values are a momentum of their own, 1 and 0 learnt best.
+    # Share of the mean change that the model takes, with `outer_momentum` of earlier changes on top. Lower it if the
+    # loss jumps up after rounds. With `sparse`, whose late values are a momentum of their own, 1 and 0 learnt best.
     outer_lr: float = Field(0.7, gt=0, le=10)
+    # Momentum of the outer optimizer (Nesterov).
     outer_momentum: float = Field(0.9, ge=0, lt=1)
 
 
@@ -35,42 +36,45 @@ class SwarmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # s a peer waits for others before a round, and twice as long for those who tell their progress. Raise it when
-    # groups stay smaller than the swarm; only the first peer to arrive loses time by it.
+    # Seconds that a peer waits for others before a round, and twice as long for peers that report progress. Raise it
+    # when groups stay smaller than the swarm; only the first peer to arrive loses time by it.
     matchmaking_time: float = Field(15.0, gt=0, le=600)
-    # s one all-reduce may take. Raise it when peers with slow uplinks report "received < 100 %".
+    # Seconds that one all-reduce may take. Raise it when peers with slow uplinks report "received < 100 %".
     allreduce_timeout: float = Field(60.0, gt=0, le=3600)
-    # s for a whole round: matchmaking, all-reduce and retries. At least the two above together.
+    # Seconds for a whole round: matchmaking, all-reduce and retries. At least the two above together.
     averaging_timeout: float = Field(180.0, gt=0, le=7200)
-    # s until a silent peer no longer counts as part of the swarm.
+    # Seconds until a silent peer no longer counts as part of the swarm.
     progress_expiration: float = Field(60.0, gt=1, le=3600)
-    # s a newcomer waits for the state of others. Raise it for large models on slow links.
+    # Seconds that a newcomer waits for the state of others. Raise it for large models on slow links.
     load_state_timeout: float = Field(600.0, gt=0, le=7200)
-    # Epochs between two rounds in which parameters are averaged, where they differ. 0: none; who is apart takes the
-    # others' state, statistics included. For lines so bad that most rounds leave most volunteers apart. Who was in the
-    # last of them sends what has changed since, which state_compression: blockwise4 bears.
+    # Epochs between two rounds in which parameters are averaged where they differ. 0: none; a peer whose state differs
+    # takes the others' state, statistics included. For lines so bad that most rounds leave most peers with different
+    # states. A member of the last such round sends its changes since then.
     average_state_every: int = Field(0, ge=0, le=1000)
-    # How the members' gradients become one. centered_clip: who sends something else than the others moves it by a
-    # bounded distance; mean: every value counts as it is, for runs among friends; the others for comparison.
+    # The rule by which the members' gradients become one. centered_clip: a member that sends something else than the
+    # others moves the result by a bounded distance. mean: every value counts as it is, for runs among friends. The
+    # others are for comparison.
     aggregation: Literal["mean", "centered_clip", "median", "trimmed_mean", "krum"] = "mean"
     # Run the optimizer step in the background while the next epoch's gradients are being collected.
     delay_optimizer_step: bool = True
     # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
     delay_grad_averaging: bool = False
-    # Codecs of tensors of more than `compress_above` elements; smaller ones travel as `small_compression`.
-    # powersgd: matrices of rank `grad_rank` in their place, in `small_compression`.
+    # Codec of gradients with more than `compress_above` elements; docs/home-links.md compares them. powersgd sends
+    # matrices of rank `grad_rank` in their place, in `small_compression`.
     grad_compression: Literal[Codec, LossyCodec, "powersgd"] = "blockwise8"
+    # Codec of parameters and statistics with more than `compress_above` elements, for joining and average_state_every.
     state_compression: Codec = "uniform8"
+    # Codec of tensors with `compress_above` elements or fewer.
     small_compression: Literal[Codec, LossyCodec] = "float16"
-    # Share of a tensor's values that `sparse` sends, the largest; what is left over is added to the next round's. Lower
-    # it for slower lines: it takes 1 / density rounds until all of a gradient has come. That is a momentum of its own:
-    # with the first of the optimizer's betas at 0.5, and twice the lr, the loss was that of dense gradients.
+    # Share of a tensor's values that `sparse` sends, the largest ones; the rest is added to the next rounds. Lower it
+    # for slower lines: it takes 1 / density rounds until all of a gradient has come. That acts as a momentum: with the
+    # first of the optimizer's betas at 0.5, and twice the lr, the loss was that of dense gradients.
     grad_density: float = Field(1 / 80, gt=0, le=1)
-    # Rank of the matrices that `powersgd` sends; 1 to 4 are common, more is nearer to the gradients and more to send.
+    # Rank of the matrices that `powersgd` sends. 1 to 4 are common; a higher rank is more exact and more to send.
     grad_rank: int = Field(4, ge=1, le=1024)
-    # None: each epoch is one step, with the gradients of all.
+    # Steps of each peer between two rounds. Without this section each epoch is one step, with the gradients of all.
     local_steps: LocalStepsSection | None = None
-    compress_above: int = Field(2**16, ge=0)  # elements, as in the original run
+    compress_above: int = Field(2**16, ge=0)  # elements above which a tensor is large; as in the original run
 
     @model_validator(mode="after")
     def _possible(self) -> SwarmConfig:
@@ -118,16 +122,18 @@ class VerificationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # Chance that a member's contribution to a round is computed again; the work of all is that much more. In a run of
-    # few volunteers 1 in 16 comes round rarely: raise it.
+    # Chance that a member's contribution to a round is computed again; everybody's work grows by that share. Raise it
+    # in a run of fewer than ten volunteers.
     share: float = Field(1 / 16, gt=0, le=1)
-    # Difference that precision and codec explain, of a contribution's length. Raise it if honest members are told of
-    # differences just above it.
+    # Difference that is allowed for precision and codec, as a share of a contribution's length. Raise it if honest
+    # members get mismatches just above it.
     tolerance: float = Field(0.2, gt=0, lt=1)
-    # Confirmed mismatches within `window` epochs that are a ban.
+    # Confirmed mismatches within `window` epochs that lead to a ban.
     strikes: int = Field(3, ge=1, le=100)
+    # Epochs after which a strike is forgotten.
     window: int = Field(1000, ge=1, le=10**6)
-    # Microbatches of a newcomer that must be found right before what it sends counts; it is credited then. 0: at once.
+    # Microbatches of a newcomer that have to be found right before its contributions count; they are credited then. 0:
+    # they count at once.
     probation: int = Field(8, ge=0, le=10**4)
 
 
@@ -140,11 +146,12 @@ class AuthorityConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = Field(max_length=500, pattern=r"^https?://")
-    public_key: str = Field(max_length=400)  # of the run's root key, auth/keys.py; two while it is being replaced
-    organization: HubName | None = None  # on the Hub; its members join
+    url: str = Field(max_length=500, pattern=r"^https?://")  # address of the authority; the host fills it in
+    # The run's root key; two keys while it is being replaced. The host fills it in.
+    public_key: str = Field(max_length=400)
+    organization: HubName | None = None  # an organization on the Hub whose members may join
     users: tuple[HubName, ...] = Field((), max_length=10_000)  # accounts of the Hub that may join as well
-    open: bool = False
+    open: bool = False  # everybody who has an account of the Hub, and is not banned, may join
     moderators: tuple[HubName, ...] = Field((), max_length=100)  # accounts that add, remove and ban
     oauth_client_id: str | None = Field(
         None,

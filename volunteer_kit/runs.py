@@ -51,21 +51,22 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    description: str = Field("", max_length=2000)
-    seed: int = Field(0, ge=0, lt=2**63)  # of the initial weights and of the order of the data
-    model: DalleConfig  # in a file: a preset's name, or its fields, with `preset: NAME` for those not given
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")  # the run's name: letters, digits, `_`, `.`, `-`
+    description: str = Field("", max_length=2000)  # a sentence for volunteers
+    seed: int = Field(0, ge=0, lt=2**63)  # seed of the initial weights and of the order of the data
+    model: DalleConfig  # a preset's name, or its fields, with `preset: NAME` for those not given
+    # Tokenizer of pictures: scenes32, emoji64, vqgan-f8-8192, or the path of a file of your own.
     image_tokenizer: str = Field(max_length=200)
-    text_tokenizer: str = Field(max_length=200)
-    data: DataConfig
-    optimizer: OptimizerConfig
+    text_tokenizer: str = Field(max_length=200)  # tokenizer of captions: words, or hub:NAME for one of the Hub
+    data: DataConfig  # where samples come from
+    optimizer: OptimizerConfig  # LAMB and its schedule
     target_batch_size: int = Field(ge=1, le=2**24)  # samples, of all peers together, that make one epoch
-    swarm: SwarmConfig = SwarmConfig()
-    verification: VerificationConfig | None = None  # None: nobody's work is looked at
+    swarm: SwarmConfig = SwarmConfig()  # how peers average
+    verification: VerificationConfig | None = None  # without this section no member's work is checked
     captions: tuple[Caption, ...] = Field((), max_length=8)  # drawn now and then, for volunteers to see
     help_url: str = Field("", max_length=500, pattern=r"^(https://\S+)?$")  # where volunteers find the host
-    initial_peers: tuple[str, ...] = ()  # multiaddrs; what may change during a run is this and
-    authority: AuthorityConfig | None = None  # what stands around it: where the run is, not what it is
+    initial_peers: tuple[str, ...] = ()  # addresses of peers that are in the run; the host fills them in
+    authority: AuthorityConfig | None = None  # who may join; may change during a run
     _origin: Origin = PrivateAttr(default_factory=Origin)  # no setting: a file cannot say it, and no dump holds it
 
     def __eq__(self, other: object) -> bool:

@@ -170,7 +170,7 @@ def comments_of(model: type) -> dict[str, str]:
             if not token.line[: token.start[1]].strip():
                 alone.add(token.start[0])
     texts = dict(re.findall(r":param (\w+): (.+?)(?=\n\s*:param|\Z)", model.__doc__ or "", re.S))
-    texts = {name: " ".join(text.split()) for name, text in texts.items()}
+    texts = {name: text[:1].upper() + " ".join(text.split())[1:] for name, text in texts.items()}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above, line = [], node.lineno - 1
@@ -211,7 +211,7 @@ def _bounds(metadata: list[Any]) -> str:
         for name, sign in signs.items():
             value = getattr(part, name, None)
             if value is not None:
-                found.append(f"{sign} {value:,}" if isinstance(value, int) else f"{sign} {value:g}")
+                found.append(f"{sign} {value:,}" if isinstance(value, int) and value < 2**53 else f"{sign} {value:g}")
     return ", ".join(found)
 
 
@@ -277,7 +277,7 @@ def _parameters(command: Any, path: str) -> str:
     rows = [f"| `{p.name.upper()}` | {_help(p)} |" for p in arguments]
     rows += [f"| {', '.join(f'`{name}`' for name in [*p.opts, *p.secondary_opts])} | {_help(p)} |" for p in options]
     if rows:
-        lines.append("\n".join(["| | |", "|---|---|", *rows]))
+        lines.append("\n".join(["| argument, option | meaning |", "|---|---|", *rows]))
     return "\n\n".join(lines)
 
 

@@ -33,24 +33,24 @@ class DalleConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dim: int = Field(gt=0)
-    depth: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    dim_head: int = Field(64, ge=6)
+    dim: int = Field(gt=0)  # width of a token
+    depth: int = Field(gt=0)  # layers
+    heads: int = Field(gt=0)  # attention heads of a layer
+    dim_head: int = Field(64, ge=6)  # width of a head
     ff_mult: int = Field(4, gt=0)  # the GEGLU feed-forward is ff_mult * dim wide
     text_seq_len: int = Field(256, gt=0)  # tokens of a caption, padded
     num_text_tokens: int = Field(32_100, gt=0)  # the text tokenizer's vocabulary; 0 is the padding
     image_fmap_size: int = Field(32, gt=0)  # codes a side
     num_image_tokens: int = Field(8192, gt=0)  # the image tokenizer's codes
-    attn_types: tuple[AttentionKind, ...] = ("full",)  # cycled over the layers
+    attn_types: tuple[AttentionKind, ...] = ("full",)  # kinds of attention, cycled over the layers
     shared_attn_ids: tuple[int, ...] | None = None  # cycled; layers with equal ids share their attention weights
-    shared_ff_ids: tuple[int, ...] | None = None
+    shared_ff_ids: tuple[int, ...] | None = None  # the same for the feed-forward weights
     last_layer_conv_like: bool = False  # the last layer is conv_like, with weights of its own
-    reversible: bool = False
-    shift_tokens: bool = True
-    rotary_emb: bool = True
-    share_input_output_emb: bool = True
-    loss_img_weight: float = Field(7.0, gt=0)
+    reversible: bool = False  # reversible residual layers
+    shift_tokens: bool = True  # shift a part of each token's features from its neighbours
+    rotary_emb: bool = True  # rotary position embeddings
+    share_input_output_emb: bool = True  # one matrix for input embeddings and output logits
+    loss_img_weight: float = Field(7.0, gt=0)  # weight of the codes' loss beside the captions'
     # masked: paddings are neither seen nor learned, and short captions cost less. dalle-pytorch: as its checkpoints
     # were trained, each padding is a word of its own that codes attend to and that text has to predict.
     padding: Literal["masked", "dalle-pytorch"] = "masked"

@@ -25,19 +25,19 @@ class LoraSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    r: int = Field(16, ge=1, le=1024)
-    alpha: float = Field(32.0, gt=0, le=1e4)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: str | tuple[str, ...] = "all-linear"
+    r: int = Field(16, ge=1, le=1024)  # rank
+    alpha: float = Field(32.0, gt=0, le=1e4)  # the adapters' output is scaled by alpha / r
+    dropout: float = Field(0.0, ge=0, lt=1)  # dropout in front of the adapters
+    target_modules: str | tuple[str, ...] = "all-linear"  # modules that get adapters
 
 
 class TransformersConfig(BaseModel):
     """A causal language model. Code of a repository's own is never run, and nothing is unpickled (repository.py).
 
-    :param transformers: a Hub id, `org/name` or `org/name@COMMIT`, or a folder, ./FOLDER: the weights all begin with
-    :param config: instead: a model from nothing, `model_type` and the fields of its configuration
-    :param lora: None: all of the model is trained
-    :param max_length: words of a sample, at most; a sample of as many counts as one, a shorter one as its share
+    :param transformers: Hub id, `org/name` or `org/name@COMMIT`, or folder, `./FOLDER`, of the weights to begin with
+    :param config: in its place, a new model: `model_type` and the fields of its configuration
+    :param lora: adapters; without this section all of the model is trained
+    :param max_length: tokens of a sample, at most; a shorter sample counts as its share of a whole one
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
