@@ -52,8 +52,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "HF_TOKEN",
         "Your token for the Hugging Face Hub. A volunteer's needs no rights; a host's must be able to write to the "
-        "repository of `--push-to`. It reaches workers and the monitor through a pipe and is removed from the "
-        "environment of every other process that the kit starts.",
+        "repository of `--push-to`. A worker gets it through a pipe, a host gives it to its monitor only, and no other "
+        "process that the kit starts has it in its environment.",
         "`join`, `host`, `monitor`, `moderate`",
         "secrets",
     ),
@@ -123,7 +123,7 @@ VARIABLES: tuple[Variable, ...] = (
              "`join`, the notebooks", "platforms"),
     Variable("COLAB_*", "Colab's release and, on older TPU runtimes, the TPU's address.", "`join`, the notebooks",
              "platforms"),
-    Variable("BINDER_*", "Binder's server. A run is limited to the demo there.", "`join`, the notebooks", "platforms"),
+    Variable("BINDER_*", "Binder's server, which is for a short look at the demo.", "`join`", "platforms"),
     Variable("VSCODE_*", "VS Code, whose notebooks need another way to serve button clicks.", "the widgets",
              "platforms"),
     Variable("TPU_ACCELERATOR_TYPE", "Kind of TPU, such as `v5litepod-4`.", "`join`", "platforms"),
