@@ -21,7 +21,6 @@ from volunteer_kit.runs import RunConfig
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = typer.main.get_command(app)
-PENDING = set() if (ROOT / "volunteer_kit" / "packages.py").exists() else {"setup", "notebook"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def commands_of(text: str) -> list[list[str]]:
     blocks = re.findall(r"```(?:console|text)\n(.*?)```", text, re.S) + re.findall(r"(?:^ {4}.*\n?)+", text, re.M)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.strip() for line in lines if line.strip().startswith("volunteer-kit ")]
-    return [words for words in (shlex.split(line, comments=True)[1:] for line in found) if words[0] not in PENDING]
+    return [shlex.split(line, comments=True)[1:] for line in found]
 
 
 def verb_of(words: list[str]) -> tuple[Any, list[str]]:

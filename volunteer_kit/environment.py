@@ -135,14 +135,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("VOLUNTEER_KIT_SCREENSHOTS", "Folder for the pictures that browser tests take.", "tests", "development"),
     Variable(
-        "VOLUNTEER_KIT_IPYKERNEL6",
-        "Folder with ipykernel 6, for tests. Default: the user's cache.",
-        "tests",
-        "development",
-    ),
-    Variable(
-        "VOLUNTEER_KIT_TRANSFORMERS4",
-        "Folder with transformers 4, for `make test-transformers-4`.",
+        "VOLUNTEER_KIT_OLDER",
+        "Folder for packages of another time that tests use beside the installed ones. Default: the user's cache.",
         "tests",
         "development",
     ),
