@@ -4,6 +4,7 @@
 #   make test        the tests (minutes); make test-slow: the long ones; make test-tpu: with torch_xla (7 GB, once)
 #   make test-transformers-4   what tests the Trainer, with the last transformers 4
 #   make test-kaggle-data      what tests data and logins, with Kaggle's pyarrow, datasets and huggingface_hub
+#   make dist        the sdist and the wheel into dist/, and the wheel tried in an empty environment (.ci/package)
 #   make check       ruff, the floors of the house (import-linter), and the docs
 #   make docs        the docs as a site in build/site
 #   make fuzz SECONDS=60 TARGET=tar   fuzz each decoder of others' bytes, or one, for so many seconds (tests/fuzz)
@@ -23,7 +24,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install demo test test-slow test-tpu test-transformers-4 test-kaggle-data check docs fuzz bench clean
+.PHONY: install demo test test-slow test-tpu test-transformers-4 test-kaggle-data dist check docs fuzz bench clean
 
 install: $(STAMP)
 
@@ -59,6 +60,9 @@ test-transformers-4: install
 test-kaggle-data: install
 	PYTHONPATH=$$($(PY) -m tests.older_packages kaggle-data) $(PYTEST) tests/test_parquet.py tests/test_hub.py \
 	  tests/test_login.py $(TEST)
+
+dist: install
+	VENV=$(VENV) DIST=$(CURDIR)/dist .ci/package
 
 check: install docs
 	$(VENV)/bin/ruff check .

@@ -122,3 +122,23 @@ def test_host_json_that_cannot_be_read_is_not_guessed(tmp_path):
             folder.read()
     folder.save({"run_id": "a"})
     assert json.loads((tmp_path / "host.json").read_text()) == {"run_id": "a"}
+
+
+def test_a_part_that_lacks_a_package_is_told_once_and_starts_again_when_it_was_installed(watch, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{tmp_path}")
+    monkeypatch.setattr("volunteer_kit.host.watch.LOOK_FOR_PACKAGES", 0.1)
+    (tmp_path / "site").mkdir()
+    one = watch(
+        "import sys, time\nsys.modules['fastapi'] = None\n"
+        "try: import stand_in\nexcept ModuleNotFoundError: import fastapi\n"
+        "print('{\"ready\": {}}', flush=True)\ntime.sleep(100)\n"
+    )
+    news = one.news.get(timeout=60)
+    assert news.kind == "failing" and "The package 'fastapi' is not installed." in news.text
+    assert "volunteer-kit setup host" in news.text and "Traceback" not in news.text
+    with pytest.raises(queue.Empty):
+        one.news.get(timeout=1)  # ten looks
+    assert one.starts == 1
+    (tmp_path / "site" / "stand_in.py").touch()
+    assert one.news.get(timeout=60) == News("ready", "part") and one.starts == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -402,10 +403,12 @@ def test_a_folder_of_the_same_name_is_not_taken_for_it(stage: Stage, tmp_path):
 
 
 def _look_from(folder: Any, dataset: str) -> Seen | str:
-    import contextlib
-
-    with contextlib.chdir(folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
         return look(dataset)
+    finally:
+        os.chdir(before)
 
 
 def test_a_busy_hub_is_asked_again(stage: Stage):
