@@ -46,13 +46,30 @@ def stand_ins(folder: Path, **more: str) -> Path:
     """
     folder.mkdir(exist_ok=True)
     for name, (version, module) in {**UPSTREAM, **{name: (version, name) for name, version in more.items()}}.items():
-        stem = f"{name.replace('-', '_')}-{version}"
-        with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{module}/__init__.py", "")
-            wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-            wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{stem}.dist-info/RECORD", "")
+        stand_in(folder, name, version, module)
     return folder
+
+
+def stand_in(folder: Path, name: str, version: str, module: str, *requires: str) -> Path:
+    """A wheel with a name, a version, what it requires, and one empty module."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    about = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    path = f"{module.replace('.', '/')}/__init__.py"
+    files = {
+        path: "",
+        f"{stem}.dist-info/METADATA": "\n".join([*about, ""]),
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{stem}.dist-info/RECORD"] = "".join(f"{name},,\n" for name in files)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+    return folder / f"{stem}-py3-none-any.whl"
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -133,3 +133,4 @@ def test_a_wheel_holds_the_run_files_and_the_weights(tmp_path):
     missing = {str(path.relative_to(ROOT)) for path in shipped} - names
     assert not missing
     assert "volunteer_kit/run_files/demo.yaml" in names
+    assert {f"volunteer_kit/notebooks/{path.name}" for path in NOTEBOOKS} <= names

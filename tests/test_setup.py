@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.installed import UPSTREAM, Installed, build_wheel, stand_ins, with_what_they_need
+from tests.installed import UPSTREAM, Installed, build_wheel, stand_in, stand_ins, with_what_they_need
 from volunteer_kit import packages
 
 SERVER = {packages.name_of(line) for line in packages.requirements("server")}
@@ -118,6 +118,33 @@ def test_setup_brings_a_listed_package_too_and_changes_no_other(wheel, tmp_path)
     done = one.kit("setup", PIP_FIND_LINKS=str(wheels))
     assert done.returncode == 0, done.stderr
     assert "Installed: braceexpand 0.1.7.\n" in done.stdout and "Changed" not in done.stdout
+
+
+def test_setup_brings_everything_and_tells_what_had_to_change(wheel, tmp_path):
+    """As after `pip install --no-deps KIT`, beside packages of the platform's: one too old, one in another's way."""
+    one, wheels = Installed(tmp_path, wheel, only={"pip"}), tmp_path / "wheels"
+    stand_ins(wheels)
+    for line in packages.requirements():
+        name, least = packages.name_of(line), re.search(r">=([\d.]+)", line)[1]
+        needs = ["click>=8"] if name == "typer" else []
+        stand_in(wheels, name, least, packages.module_of(name), *needs)
+    stand_in(wheels, "click", "8.1", "click")
+    for name, version in (("einops", "0.7"), ("click", "7.0"), ("other", "1.0")):
+        stand_in(tmp_path, name, version, name)
+        installed = one.pip("install", "-q", str(tmp_path / f"{name}-{version}-py3-none-any.whl"))
+        assert installed.returncode == 0, installed.stderr
+    done = one.kit("setup", PIP_FIND_LINKS=str(wheels))
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "cannot stay as they are" in done.stdout
+    assert "Changed: click 7.0 -> 8.1, einops 0.7 -> 0.8." in done.stdout and "torch 2.5" in done.stdout
+    assert one.kit("setup").stdout.startswith("Nothing to do")
+
+
+def test_a_fine_tune_names_its_own_packages(wheel, tmp_path):
+    one = Installed(tmp_path, wheel, without={"peft", "accelerate"})
+    done = one.code("from volunteer_kit import swarm_trainer")
+    assert "MissingDependency: " in done.stderr and "'accelerate'" in done.stderr
+    assert "volunteer-kit setup finetune\n" in done.stderr
 
 
 def test_setup_says_what_to_do_without_a_network(volunteer):

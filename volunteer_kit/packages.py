@@ -1,7 +1,7 @@
 """Which packages the kit needs for what, which of them this Python lacks, and the line that installs them.
 
 Nothing that is looked for is imported, so a look takes milliseconds and a broken package breaks nothing. This module
-itself needs the standard library alone (and `packaging` for versions, where it is there): it has to work where
+itself needs the standard library alone (and for versions `packaging`, its own or pip's): it has to work where
 everything else is missing.
 
 The lists are those of the kit's own metadata (requirements.txt and setup.cfg in a checkout). dalle-pytorch and
@@ -12,6 +12,7 @@ and `volunteer-kit setup` runs it.
 from __future__ import annotations
 
 import configparser
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -223,15 +224,16 @@ def _is_there(module: str, may_be_bare: bool = False) -> bool:
 
 
 def _fits(found: str, bounds: str) -> bool:
-    try:
-        from packaging.specifiers import SpecifierSet
-        from packaging.version import InvalidVersion, Version
-    except ImportError:
-        return True
-    try:
-        return SpecifierSet(bounds).contains(Version(found), prereleases=True)
-    except InvalidVersion:
-        return True
+    """Where nobody can compare them, they do."""
+    for home in ("packaging", "pip._vendor.packaging"):
+        with suppress(ImportError):
+            specifiers = importlib.import_module(f"{home}.specifiers")
+            version = importlib.import_module(f"{home}.version")
+            try:
+                return specifiers.SpecifierSet(bounds).contains(version.Version(found), prereleases=True)
+            except version.InvalidVersion:
+                return True
+    return True
 
 
 # --- in words ---

@@ -303,7 +303,7 @@ def require_pictures(config: RunConfig) -> None:
             f"The run {config.run_id!r} fine-tunes a language model, each peer on data of its own: it is joined from "
             "Python.\n1. from volunteer_kit import swarm_trainer\n"
             "   swarm_trainer(RUN, train_dataset=YOURS).train()\n"
-            "2. notebooks/finetune_with_trainer.ipynb shows it step by step."
+            "2. A notebook shows it step by step: volunteer-kit notebook finetune_with_trainer"
         )
 
 
