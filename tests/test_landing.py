@@ -79,7 +79,7 @@ def site(tmp_path, long) -> Iterator[Site]:
 
 
 class Page(HTMLParser):
-    """What a page has: its tags, by name, with their attributes."""
+    """The tags of a page, by name, with their attributes."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -214,7 +214,7 @@ def test_nothing_inline_may_run_and_nothing_comes_from_elsewhere(site):
     [
         ({}, "waiting", "waiting for the first volunteer"),
         ({"epoch": 5, "volunteers": 1}, "running", "1 volunteer training now, step 5 of 280"),
-        ({"epoch": 5, "volunteers": 0}, "running", "Nobody is training"),
+        ({"epoch": 5, "volunteers": 0}, "running", "No volunteer is training"),
         ({"epoch": 5, "volunteers": 3}, "silent", "No news"),
         ({"epoch": 280, "volunteers": 0}, "finished", "Finished after 280 steps"),
     ],

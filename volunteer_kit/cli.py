@@ -26,7 +26,8 @@ MESSAGE = 20_000  # characters of one
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Run = Annotated[
-    str, typer.Argument(help="A run's name (demo, emoji), its link, the path of its YAML file, or org/name.")
+    str,
+    typer.Argument(help="A run's name (demo, emoji), its link (its host's address), its file, or org/name."),
 ]
 Data = Annotated[
     list[str] | None,

@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a host gives to those who want to join.
+    """The things that a host gives to those who want to join.
 
     :param url: of the host, as volunteers reach it, without a slash at its end; also the run's link
     :param draws: a run that trains a model to draw; others are fine-tunes, whose members bring data of their own
@@ -178,7 +178,7 @@ def is_pushed(folder: Path, offer: Offer) -> bool:
 
 
 def read_offer(folder: Path) -> Offer | None:
-    """What the host of this folder offers now; None if it has not said so, or not in a way that can be read."""
+    """The current offer of the host of this folder; None if it is absent or damaged."""
     saved = _read(folder / OFFER)
     kinds = {field.name: type(field.default) if field.name != "url" else str for field in fields(Offer)}
     if any(not isinstance(saved.get(name), kind) for name, kind in kinds.items()):

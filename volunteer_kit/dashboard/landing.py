@@ -32,7 +32,7 @@ WHEEL = re.compile(r"volunteer_kit-[A-Za-z0-9.+!_]{1,60}-py3-none-any\.whl")
 
 
 class About(NamedTuple):
-    """What the run file says, in sentences for a visitor."""
+    """The run file in sentences for a visitor."""
 
     trained: str
     who: str
@@ -178,7 +178,7 @@ def standing(state: State) -> str:
     if run["status"] == "silent":
         return f"No news from the host's monitor; last seen at {at}"
     if not now["volunteers"]:
-        return f"Nobody is training at the moment; {at}"
+        return f"No volunteer is training at the moment; {at}"
     return f"{words.count(now['volunteers'], 'volunteer')} training now, {at}"
 
 
@@ -193,7 +193,7 @@ def _digest(images: list[Mapping[str, Any]]) -> str:
 
 
 def page_for(landing: Landing, *, has_run_file: bool = True) -> Callable[[Request], Response | None]:
-    """Who gets the page at the root and at /run.yaml; None for those that want the run file.
+    """Decides which requests for the root and /run.yaml get the page; None means the run file.
 
     A browser gets the page at both. A program that does not say what it wants gets the run file at /run.yaml, and the
     page at the root: what makes previews of links says nothing.

@@ -1,7 +1,7 @@
 """`join.ipynb` of one run: its link is filled in, and its first cell installs exactly the host's kit.
 
-It is made of the kit's own join.ipynb. What that one says of the demo, of a checkout and of its other notebooks is
-left out: nobody who opens the run's notebook has them.
+It is made of the kit's own join.ipynb, without the lines about the demo, a checkout, or other notebooks: a volunteer of
+this run has none of them.
 """
 
 from __future__ import annotations

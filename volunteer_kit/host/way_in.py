@@ -1,4 +1,4 @@
-"""What a host puts into its folder for those who want to join: the kit's wheel, the run's notebook, and the offer that
+"""A host puts these into its folder for volunteers: the kit's wheel, the run's notebook, and the offer that
 says where they are."""
 
 from __future__ import annotations

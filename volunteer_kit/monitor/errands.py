@@ -1,5 +1,5 @@
-"""What is done with a good checkpoint: pictures are drawn with it, and it is brought to the Hub. Before there is one,
-the host's notebook and its kit are brought there, once for each version of them."""
+"""Pictures are drawn with a good checkpoint, and it is brought to the Hub. Before there is one, the host's notebook and
+its kit are brought there, once for each version of them."""
 
 from __future__ import annotations
 
