@@ -7,13 +7,17 @@ import functools
 import hashlib
 import http.server
 import re
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.small_wheels import Platform, make_wheel
+from tests.waiting import wait_until
 from volunteer_kit.host import install_cell
 
 CELL = Path(install_cell.__file__)
@@ -248,3 +252,24 @@ def prepare(*arguments, **named) -> str:
     """A line of Python, as in the notebooks of a checkout."""
     given = ", ".join([*(repr(str(one)) for one in arguments), *(f"{k}={v!r}" for k, v in named.items())])
     return f"import runpy; runpy.run_path({str(CELL)!r})['prepare']({given})"
+
+
+def test_the_stop_button_ends_pip_and_all_that_it_started(tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/pid\nwait\n")
+    slow.chmod(0o755)
+    script = (
+        "import sys; from pathlib import Path; from volunteer_kit.host.install_cell import run_pip\n"
+        f"sys.executable = {str(slow)!r}\n"
+        f"run_pip(['install'], 'the kit', Path({str(tmp_path)!r}), 0.0)"
+    )
+    cell = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    started = tmp_path / "pid"
+    wait_until(lambda: started.exists() and started.read_text().strip(), 60)
+    child = psutil.Process(int(started.read_text()))
+    cell.send_signal(signal.SIGINT)
+    _, said = cell.communicate(timeout=60)
+    assert "Stopped. Run this cell again to install." in said
+    assert psutil.wait_procs([child], timeout=30)[1] == []

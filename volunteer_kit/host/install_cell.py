@@ -210,7 +210,7 @@ def read(log):
 def now_reading(log):
     """The package that pip looks at, for the line that counts the seconds."""
     names = re.findall(r"^\s*(?:Collecting|Downloading|Using cached) ([A-Za-z0-9._-]+)", read(log)[-4000:], re.M)
-    return f" ({names[-1][:40]})" if names else ""
+    return " ({})".format(re.sub(r"-\d.*", "", names[-1])) if names else ""
 
 
 def download(urls, sha256):
