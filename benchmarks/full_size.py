@@ -164,7 +164,8 @@ class MemoryGroup:
 
     def __init__(self, name: str) -> None:
         self.path: Path | None = None
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        own_groups = Path("/proc/self/cgroup")  # not there in every sandbox
+        for line in own_groups.read_text().splitlines() if own_groups.exists() else ():
             _, controllers, own = line.split(":", 2)
             base = {"memory": "/sys/fs/cgroup/memory", "": "/sys/fs/cgroup"}.get(controllers)
             limit = "memory.limit_in_bytes" if controllers else "memory.max"

@@ -57,10 +57,10 @@ PARTS = (
     Part("peers", "peers", 150, "two peers of the original's run on one card, two epochs"),
     Part("qlora", "qlora", 90, "two peers with adapters over a base of 4 bits"),
     Part("vqgan", "vqgan", 70, "images to codes by the published VQGAN's layers"),
+    Part("tuner_6", "tuner", 65, "the tuner with 6 GB of GPU memory", {"limit_gb": 6.0}),
+    Part("tuner_16", "tuner", 65, "with 16 GB", {"limit_gb": 16.0}),
+    Part("tuner_15", "tuner", 65, "with 15 GB", {"limit_gb": 15.0}),
     Part("quantize", "quantize", 30, "8-bit gradients: the kit's codecs, and bitsandbytes"),
-    Part("tuner_6", "tuner", 75, "the tuner with 6 GB of GPU memory", {"limit_gb": 6.0}),
-    Part("tuner_15", "tuner", 75, "with 15 GB", {"limit_gb": 15.0}),
-    Part("tuner_16", "tuner", 75, "with 16 GB", {"limit_gb": 16.0}),
 )
 STATUSES = ("ok", "failed", "overran", "no time left")
 

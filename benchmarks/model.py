@@ -265,7 +265,7 @@ if __name__ == "__main__":
     for name in ("--reversible", "--checkpointing", "--batch"):
         parser.add_argument(name, type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if options.size == "tiny" else 2)
     if options.side is None:
         sys.exit(main(options.rounds))
     serve(

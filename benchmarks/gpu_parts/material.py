@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import torch
+import webdataset
 from PIL import Image
 
 from volunteer_kit.model.dalle import PRESETS
@@ -48,15 +48,12 @@ def image_shards(folder: Path, count: int, each: int = 250, size: int = 256, see
     rng, shards = np.random.default_rng(seed), []
     for first in range(0, count, each):
         shards.append(folder / f"{len(shards):05d}.tar")
-        with tarfile.open(shards[-1], "w") as tar:
+        with webdataset.TarWriter(str(shards[-1]), encoder=False) as tar:
             for number in range(first, min(count, first + each)):
                 caption = " ".join(rng.choice(WORDS, size=12))
                 about = {"caption": caption, "NSFW": "UNLIKELY", "original_width": 640, "original_height": 480}
                 files = {"jpg": photo(rng, size), "txt": caption.encode(), "json": json.dumps(about).encode()}
-                for suffix, data in files.items():
-                    member = tarfile.TarInfo(f"{number:09d}.{suffix}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+                tar.write({"__key__": f"{number:09d}", **files})
     return shards
 
 

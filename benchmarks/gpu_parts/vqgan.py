@@ -58,7 +58,7 @@ def encode_speed(setting: Setting, run: RunConfig) -> float:
     """Images a second of `volunteer-kit encode`, less the time in which its worker loads."""
     from volunteer_kit.encode.door import encode
 
-    each = (2, 6) if setting.tiny else (32, 800)
+    each = (2, 6) if setting.tiny else (32, 432)
     took = []
     for number, count in enumerate(each):
         shards = image_shards(setting.folder / f"images-{number}", count, count)

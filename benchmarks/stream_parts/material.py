@@ -9,12 +9,12 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import webdataset
 from PIL import Image
 
 from volunteer_kit.data.code_shards import END, CodeIndex, checksum, dump_index, pack_record
@@ -45,15 +45,11 @@ def caption(rng: np.random.Generator) -> str:
 def _image_shards(folder: Path, count: int, rng: np.random.Generator, each: int = 500) -> None:
     folder.mkdir(parents=True)
     for number in range(-(-count // each)):
-        with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
+        with webdataset.TarWriter(str(folder / f"{number:05d}.tar"), encoder=False) as tar:
             for n in range(number * each, min(count, (number + 1) * each)):
                 text = caption(rng)
                 meta = json.dumps({**ABOUT, "caption": text}).encode()
-                files = {"jpg": _photo(rng), "txt": text.encode(), "json": meta}
-                for suffix, data in files.items():
-                    info = tarfile.TarInfo(f"{n:09d}.{suffix}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+                tar.write({"__key__": f"{n:09d}", "jpg": _photo(rng), "txt": text.encode(), "json": meta})
 
 
 def _photo(rng: np.random.Generator) -> bytes:
