@@ -225,6 +225,19 @@ def test_a_worker_waits_for_its_spec_and_leaves_without_one(make):
     assert not never.running and the_rest(never) == []
 
 
+def test_what_is_said_before_the_spec_comes_after_it(make):
+    """A worker that was told at once when to finish took that for its spec, and ended."""
+    supervisor = make({"totals": [1]})
+    spec, supervisor.spec = supervisor.spec, None
+    supervisor.start()
+    while supervisor.pid is None:
+        time.sleep(0.01)
+    assert not supervisor.finish_at(3), "there is nobody yet to take it"
+    supervisor.begin(spec)
+    assert until(supervisor, "finished")[-1]["epoch"] == 3
+    supervisor.leave()
+
+
 def test_a_dead_line_is_waited_for_only_if_it_was_there_before(make):
     supervisor = make({"error": "None of the first peers answered.", "exit": OFFLINE})
     supervisor.start()

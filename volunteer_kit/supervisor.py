@@ -80,6 +80,7 @@ class Supervisor:
         self._until_done = threading.Lock()  # held until the last worker is gone
         self._stopping = False
         self._finish: FinishAt | None = None
+        self._has_spec = False  # the present worker: its first line is the spec, whatever it is told meanwhile
         self._error = self._error_kind = ""  # the newest "error" event's message and kind
         self._samples = (0, 0)  # of workers that have ended, of the present one; replaced as a whole
         self._progressed = False  # the present worker took part in an epoch
@@ -229,6 +230,7 @@ class Supervisor:
                     return False
                 try:
                     process = start(self.module, mark, without=SECRETS, stderr=log, bufsize=0)
+                    self._has_spec = False
                     self._process = process
                 except OSError as error:
                     self.exit_code, self._error = None, f"it could not be started: {error}"
@@ -239,7 +241,7 @@ class Supervisor:
             if self.spec is None:
                 self._signal(signal.SIGKILL)
             else:
-                self._write(self._spec_to_write(self.spec), wait=True)
+                self._write(self._spec_to_write(self.spec), is_spec=True)
             if self._finish:
                 self._write(self._finish.model_dump_json())
             if self._stopping:
@@ -299,14 +301,17 @@ class Supervisor:
         own = {"event": kind, "time": round(time.time(), 3), "exit_code": self.exit_code, "restarts": self.restarts}
         self._events.put(own | fields)
 
-    def _write(self, line: str, wait: bool = False) -> bool:
+    def _write(self, line: str, is_spec: bool = False) -> bool:
         # A worker that hangs before it reads fills the pipe; leaving must not hang with it.
-        if not self._write_lock.acquire(timeout=-1 if wait else 1.0):
+        if not self._write_lock.acquire(timeout=-1 if is_spec else 1.0):
             return False
         try:
             process = self._process
             if process is None or process.stdin is None:
                 return False
+            if not (is_spec or self._has_spec):
+                return False  # commands are repeated after the spec
+            self._has_spec = True
             data = memoryview(line.encode() + b"\n")
             while data:
                 data = data[process.stdin.write(data) :]
