@@ -113,7 +113,8 @@ def test_bitsandbytes_is_carried_with_the_libraries_of_one_machine(tmp_path):
 def test_all_of_it_on_the_cpu(tmp_path):
     """A GPU day that begins with a typing error is over."""
     pytest.importorskip("bitsandbytes")
-    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--out", str(tmp_path), "--skip", "tuner_15", "tuner_16"]
+    alike = ("model_bf16", "tuner_15", "tuner_16")  # as others, with another number; bf16 is slow on a CPU
+    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--out", str(tmp_path), "--skip", *alike]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
