@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import multiprocessing
 import platform
+import shutil
 import time
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,8 @@ PACKAGES = (
 def measure(setting: Setting, tell: Tell) -> None:
     """Each check is told for itself: "ok", or what went wrong."""
     tell(python=platform.python_version(), **{name: version_of(name) for name in PACKAGES})
+    shared = Path("/dev/shm")  # where peers share tensors with their averagers: 2 GB each for the original's model
+    tell(shm_gb=shutil.disk_usage(shared).free / 1e9 if shared.exists() else 0.0)
     name = "CPU"
     if setting.device == "cuda":
         about = torch.cuda.get_device_properties(0)
