@@ -4,6 +4,7 @@
 #   make test        the tests (minutes); make test-slow: the long ones; make test-tpu: with torch_xla (7 GB, once)
 #   make test-transformers-4   what tests the Trainer, with the last transformers 4
 #   make test-kaggle-data      what tests data and logins, with Kaggle's pyarrow, datasets and huggingface_hub
+#   make test-colab            half of the quick suite, with Colab's Python and packages (its torch: 5 GB, once)
 #   make dist        the sdist and the wheel into dist/, and the wheel tried in an empty environment (.ci/package)
 #   make check       ruff, the floors of the house (import-linter), and the docs
 #   make docs        the docs as a site in build/site
@@ -24,7 +25,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install demo test test-slow test-tpu test-transformers-4 test-kaggle-data dist check docs fuzz bench clean
+.PHONY: install demo test test-slow test-tpu test-transformers-4 test-kaggle-data test-colab dist check docs fuzz bench clean
 
 install: $(STAMP)
 
@@ -60,6 +61,9 @@ test-transformers-4: install
 test-kaggle-data: install
 	PYTHONPATH=$$($(PY) -m tests.older_packages kaggle-data) $(PYTEST) tests/test_parquet.py tests/test_hub.py \
 	  tests/test_login.py $(TEST)
+
+test-colab: install
+	PYTHON=$(PY) .ci/test-colab $(TEST)
 
 dist: install
 	VENV=$(VENV) DIST=$(CURDIR)/dist .ci/package
