@@ -50,12 +50,11 @@ def install(urls, sha256, version, extras=()):
     if installed_hash() == sha256 and not missing(requirements_of_kit(), extras):
         print(f"volunteer_kit {version} of this run is installed already: run the next cell.")
         return
-    old = installed_version(KIT)
-    if old is not None:
-        print(f"volunteer_kit {old} is here; this run uses another build ({version}): it takes its place.")
     with tempfile.TemporaryDirectory() as folder:
         wheel = Path(folder, f"volunteer_kit-{version}-py3-none-any.whl")
         wheel.write_bytes(download(urls, sha256))
+        if (old := installed_version(KIT)) is not None:
+            print(f"volunteer_kit {old} is here; this run uses another build ({version}), which takes its place.")
         target = wheel.as_uri() + "#sha256=" + sha256
         named = "[{}]".format(",".join(extras)) if extras else ""
         run = Installation(Path(folder))
