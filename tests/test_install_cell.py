@@ -82,6 +82,12 @@ def test_a_host_finds_its_three_lines_at_the_top_and_old_pythons_can_read_the_ce
     assert not any(name.startswith("volunteer_kit") for name in names)
 
 
+def test_it_installs_what_the_makefile_installs_without_requirements():
+    line = "pip install --no-deps " + " ".join(install_cell.PINNED)
+    assert line in (CELL.parents[2] / "Makefile").read_text()
+    assert set(install_cell.PINNED) == {f"{name}=={version}" for name, version in PINNED.items()}
+
+
 def test_nothing_that_the_platform_brings_changes(make_platform, served, tmp_path):
     brings = {"numpy": "1.0", "torch": "2.11.0+cu128", "protobuf": "5.29.6", "odd": "1.0-of-a-distribution"}
     platform = make_platform(brings)
