@@ -40,7 +40,9 @@ def measure(setting: Setting, tell: Tell) -> None:
     del network
     verb = encode_speed(setting, run)
     tell(encode_images_per_s=verb)
-    tell.summary(f"{speed:.1f} images/s, {same:.2%} of the codes as on the CPU; `encode` with decoding {verb:.1f}/s")
+    tell.summary(
+        f"{speed:.1f} images/s, {same:.2%} of the codes as on the CPU; `encode` with decoding {verb or 0:.1f}/s"
+    )
 
 
 def speed_of(network: Vqgan, images: torch.Tensor, setting: Setting) -> float:
@@ -54,8 +56,9 @@ def speed_of(network: Vqgan, images: torch.Tensor, setting: Setting) -> float:
     return len(images) / median(times[1:])
 
 
-def encode_speed(setting: Setting, run: RunConfig) -> float:
-    """Images a second of `volunteer-kit encode`, less the time in which its worker loads."""
+def encode_speed(setting: Setting, run: RunConfig) -> float | None:
+    """Images a second of `volunteer-kit encode`, less the time in which its worker loads; None where the loading took
+    most of the time, as with tiny sizes."""
     from volunteer_kit.encode.door import encode
 
     each = (2, 6) if setting.tiny else (32, 432)
@@ -65,4 +68,5 @@ def encode_speed(setting: Setting, run: RunConfig) -> float:
         started = time.perf_counter()
         encode([str(shard) for shard in shards], setting.folder / f"codes-{number}", run=run, workers=1, say=str)
         took.append(time.perf_counter() - started)
-    return (each[1] - each[0]) / max(1e-3, took[1] - took[0])
+    seconds = took[1] - took[0]
+    return (each[1] - each[0]) / seconds if seconds > 0.1 * took[0] else None
