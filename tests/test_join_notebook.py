@@ -50,6 +50,11 @@ def test_it_is_a_notebook_that_asks_for_a_gpu_and_shows_no_code():
     assert "choose a GPU" in text and LINK in text and "Before you lend a machine" in text
 
 
+def test_a_run_of_one_network_promises_no_platform():
+    first = notebook(link="http://127.0.0.1:8000").cells[0].source
+    assert "choose a GPU" in first and "T4 GPU" not in first and "cannot reach this run" in first
+
+
 def test_what_the_host_gives_is_filled_in():
     install, join = code(notebook())
     values = assigned(install.source)

@@ -215,7 +215,7 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
             look(browser, f"{url}/dashboard/", tmp_path, "dashboard", complaints)
             tab.press(1, "Leave")
             tab.wait_for(1, "You have left", LEAVES)
-            tab.wait_done(1, LEAVES)
+            wait_until(lambda: not lab.processes("volunteer_kit.worker"), LEAVES, "the volunteer's worker ends")
     assert not complaints
     ada.process.send_signal(signal.SIGINT)
     ada.wait_for("You have left", LEAVES)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from volunteer_kit.host.settings import HostError
+from volunteer_kit.ways_in import is_reachable
 from volunteer_kit.widgets.words import plain
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -27,6 +28,10 @@ GPU = (
     "**First choose a GPU.** Colab: *Runtime*, *Change runtime type*, *T4 GPU* (this notebook asks for one by itself). "
     "Kaggle: *Settings*, *Accelerator*, *GPU T4 x2*, and *Turn on internet*. Without one it trains on the processor, "
     "slowly."
+)
+GPU_HERE = (
+    "**First choose a GPU**, if a machine in this network has one: start Jupyter there. Platforms on the internet "
+    "cannot reach this run. Without a GPU it trains on the processor, slowly."
 )
 
 
@@ -83,7 +88,8 @@ def _intro(run_id: str, link: str, description: str, kept: str) -> str:
     about = f"{plain(description, 600).translate(_MARKUP)}\n\n" if description else ""
     return (
         f"# Train {plain(run_id, 64).translate(_MARKUP)} together\n\n{about}"
-        f"The run's page, with its pictures and everybody who takes part: <{link}>\n\n{GPU}\n\n{kept}"
+        f"The run's page, with its pictures and everybody who takes part: <{link}>\n\n"
+        f"{GPU if is_reachable(link) else GPU_HERE}\n\n{kept}"
     )
 
 
