@@ -154,7 +154,7 @@ class Installed:
         self.more["PYTHONHOME"] = str(self.folder / "system")
 
     def _unpack(self, wheel: Path, place: Path) -> None:
-        """What pip does with a wheel, in a tenth of the time; .ci/package has pip do it."""
+        """The same as pip does, in a tenth of the time; .ci/package has pip do it."""
         with zipfile.ZipFile(wheel) as content:
             content.extractall(place)
         self.script.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ class Installed:
         return self._run(self.python, "-c", text, **more)
 
     def left(self) -> list[str]:
-        """What lies in the folder that commands ran in."""
+        """The files in the folder that commands ran in."""
         return sorted(path.name for path in (self.folder / "cwd").iterdir())
 
     def _run(self, *command: str | Path, **more: str) -> subprocess.CompletedProcess:

@@ -1,4 +1,4 @@
-"""What the kit needs: the lists beside what is imported, what counts as missing, and the words for it."""
+"""The kit's requirements: the lists beside what is imported, what counts as missing, and the words for it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_listed_package_is_found_by_the_name_that_is_imported():
 
 
 def test_nobody_asks_an_index_for_the_kit():
-    """Nobody holds its name there, so anybody could."""
+    """Its name there is free, so anybody could take it."""
     asks = re.compile(r"pip[^&|;]*\binstall\b[^&|;]*[\s'\"]volunteer[-_]kit\b(?!\S*\.whl)")
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"

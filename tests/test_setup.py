@@ -25,7 +25,7 @@ def volunteer(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """What reads the command line, and nothing else: no torch, no hivemind, no requests."""
+    """The packages that read the command line, and nothing else: no torch, no hivemind, no requests."""
     only = with_what_they_need("pip", "typer", "rich")
     return Installed(tmp_path_factory.mktemp("bare"), wheel, only=only)
 

@@ -1,7 +1,7 @@
 """`volunteer-kit setup`: brings what packages.py finds lacking, by pip, into the Python that runs the kit.
 
-Needs the standard library alone: it has to work where everything else is missing. What is installed already keeps its
-version where pip finds a way, since a notebook's platform brings torch, numpy and protobuf that fit each other.
+Needs the standard library alone: it has to work where everything else is missing. Installed packages keep their
+versions where pip finds a way, since a notebook's platform brings torch, numpy and protobuf that fit each other.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def is_user_install() -> bool:
 
 
 def why_in_words(output: str, lines: Sequence[str], options: Sequence[str] = ()) -> str:
-    """What pip's failure means, and what to do. :param lines: that it was to install"""
+    """The meaning of pip's failure, and what to do. :param lines: that it was to install"""
     again = f"{KIT} setup"
     if any(sign in output for sign in EXTERNALLY_MANAGED):
         return (
@@ -195,7 +195,7 @@ def _tell_changes(before: dict[str, str], after: dict[str, str], say: Callable[[
     say(f"Installed: {', '.join(sorted(new)) or 'nothing new'}.")
     if changed:
         say(f"Changed: {', '.join(sorted(changed))}. In a notebook, restart the kernel.")
-    say(f"All packages are there. What else this machine needs: {KIT} doctor")
+    say(f"All packages are there. To look at the rest of this machine: {KIT} doctor")
 
 
 def _purpose(name: str) -> str:

@@ -32,7 +32,7 @@ UPSTREAM = ("dalle-pytorch==1.6.6", "taming-transformers-rom1504==0.0.6")
 UPSTREAM_LINE = f"pip install --no-deps {' '.join(UPSTREAM)}"
 EXIT_CODE = 78  # of a process that lacks a package (EX_CONFIG of sysexits.h): a new start does not mend that
 
-# What for -> the extra of the kit's metadata that it takes beside the kit's own requirements.
+# Purpose -> the extra of the kit's metadata that it takes beside the kit's own requirements.
 EXTRAS = {
     "train": "", "demo": "", "notebook": "", "encode": "", "host": "server", "postgresql": "server", "finetune": "hf",
     "4bit": "hf", "metrics": "monitor", "tpu": "tpu",
@@ -135,7 +135,7 @@ def module_of(name: str) -> str:
 
 
 def lacking(*purposes: str, strict: bool = False) -> list[Lack]:
-    """What this Python lacks for `purposes` (keys of EXTRAS).
+    """The packages that this Python lacks for `purposes` (keys of EXTRAS).
 
     :param strict: all that the lists name counts, and in the versions that they name; False: only what `purposes`
         cannot do without. A version above an upper bound counts in any case: the bound is there since newer ones
@@ -240,7 +240,7 @@ def _fits(found: str, bounds: str) -> bool:
 
 
 def in_words(lacks: Sequence[Lack], purposes: Iterable[str] = ()) -> str:
-    """What is lacking, and the command that installs it."""
+    """The names of what is lacking, and the command that installs it."""
     absent = [lack.name for lack in lacks if lack.found is None]
     parts = []
     if absent:
@@ -255,7 +255,7 @@ def in_words(lacks: Sequence[Lack], purposes: Iterable[str] = ()) -> str:
 
 
 def steps(lacks: Sequence[Lack], purposes: Iterable[str] = ()) -> Iterator[str]:
-    """What to type."""
+    """The lines to type."""
     yield f"Run in your terminal, or with “!” before it in a notebook: {setup_command(purposes)}"
     if any(lack.is_upstream for lack in lacks):
         what = "The same" if all(lack.is_upstream for lack in lacks) else "Of these, dalle-pytorch and taming"
