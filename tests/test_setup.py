@@ -152,7 +152,10 @@ def test_setup_says_what_to_do_without_a_network(volunteer):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "No package index could be reached" in done.stderr and "HTTPS_PROXY" in done.stderr
     assert f"pip download --no-deps -d packages {' '.join(packages.UPSTREAM)}" in done.stderr
-    assert "PIP_NO_INDEX=1 PIP_FIND_LINKS=packages volunteer-kit setup" in done.stderr
+    assert "PIP_NO_INDEX=1 PIP_FIND_LINKS=packages volunteer-kit setup\n" in done.stderr
+    hosts = volunteer.kit("setup", "host")
+    assert hosts.returncode == 2 and "cannot stay as they are" not in hosts.stdout
+    assert "PIP_FIND_LINKS=packages volunteer-kit setup host\n" in hosts.stderr
 
 
 def test_setup_knows_what_it_can_be_asked_for(volunteer):

@@ -25,6 +25,7 @@ from volunteer_kit.packages import EXTRAS, KIT, UPSTREAM, Lack, name_of
 
 OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 SHOWN = 12  # lines of pip's own, where its failure has no known cause
+CONFLICT = ("ResolutionImpossible", "conflicting dependencies", "No solution found")  # pip's words, and uv's
 EXTERNALLY_MANAGED = ("externally-managed-environment", "externally managed")
 UNREACHABLE = (
     "Temporary failure in name resolution", "Name or service not known", "NewConnectionError", "Max retries exceeded",
@@ -34,7 +35,12 @@ UNREACHABLE = (
 
 
 class SetupError(OSError):
-    """Packages could not be installed; the message says why and what to do."""
+    """Packages could not be installed; the message says why and what to do.
+
+    :ivar output: pip's own, if it was pip
+    """
+
+    output = ""
 
 
 def set_up(purposes: Sequence[str] = (), *, say: Callable[[str], None] = print) -> bool:
@@ -84,9 +90,12 @@ def is_user_install() -> bool:
     return Path(site.getusersitepackages()).resolve() == packages.ROOT
 
 
-def why_in_words(output: str, lines: Sequence[str], options: Sequence[str] = ()) -> str:
-    """The meaning of pip's failure, and what to do. :param lines: that it was to install"""
-    again = f"{KIT} setup"
+def why_in_words(output: str, lines: Sequence[str], options: Sequence[str] = (), again: str = f"{KIT} setup") -> str:
+    """The meaning of pip's failure, and what to do.
+
+    :param lines: that it was to install
+    :param again: the command to give once more
+    """
     if any(sign in output for sign in EXTERNALLY_MANAGED):
         return (
             f"{sys.executable} belongs to the system, which lets pip change nothing in it (PEP 668).\n"
@@ -137,7 +146,9 @@ def _install_listed(lines: Sequence[str], before: dict[str, str], say: Callable[
         constraints.write_text("\n".join(kept))
         try:
             _pip("-c", str(constraints), *lines)
-        except SetupError:
+        except SetupError as error:
+            if not any(sign in error.output for sign in CONFLICT):
+                raise
             few = [line for line in kept if name_of(line) in ("torch", "numpy")]
             constraints.write_text("\n".join(few))
             say("Some packages that are here cannot stay as they are; what changes is told.")
@@ -153,7 +164,10 @@ def _pip(*arguments: str) -> None:
     if done.returncode:
         options = [word for word in arguments if word == "--no-deps"]
         lines = [word for word in arguments if re.match(r"[A-Za-z0-9]", word)]
-        raise SetupError(why_in_words(done.stdout, lines, options))
+        words = sys.argv[1:] if sys.argv[1:2] == ["setup"] else ["setup"]
+        error = SetupError(why_in_words(done.stdout, lines, options, _quoted(KIT, *words)))
+        error.output = done.stdout
+        raise error
 
 
 def _command() -> list[str]:
