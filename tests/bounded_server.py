@@ -155,7 +155,9 @@ def drips(one: socket.socket, data: bytes = b"x", every: float = 0.1, within: fl
 
 def established(port: int) -> int:
     """How many connections this process's server holds."""
-    connections = psutil.Process().net_connections("tcp")
+    process = psutil.Process()
+    look = getattr(process, "net_connections", None) or process.connections  # the name before psutil 6
+    connections = look("tcp")
     return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in connections)
 
 

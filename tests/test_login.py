@@ -283,7 +283,7 @@ def test_without_huggingface_hub_it_says_what_to_install(monkeypatch):
     from volunteer_kit.auth.login import check
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(LoginError, match="pip install") as caught:
+    with pytest.raises(LoginError, match="volunteer-kit setup") as caught:
         check(READ)
     assert caught.value.kind == "missing"
     monkeypatch.delenv("HF_TOKEN", raising=False)

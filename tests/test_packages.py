@@ -26,6 +26,7 @@ COMES_WITH = {
     "starlette": "fastapi", "traitlets": "ipywidgets",
 }  # fmt: skip
 IN_A_KERNEL_ONLY = {"zmq"}  # asked for where an ipykernel runs, which is made of it
+HERE_BEFORE = {"pip"}  # the install cell runs where pip has to be
 NO_PACKAGE_OF_TESTS = {"torch_xla": "torch-xla", "trackio": "trackio"}  # of extras that `make install` leaves out
 
 
@@ -45,7 +46,7 @@ def test_every_import_is_of_a_listed_package():
     for path in SOURCES:
         for module in imports(path):
             top = module.partition(".")[0]
-            if top in sys.stdlib_module_names or top == "volunteer_kit" or top in IN_A_KERNEL_ONLY:
+            if top in sys.stdlib_module_names or top == "volunteer_kit" or top in IN_A_KERNEL_ONLY | HERE_BEFORE:
                 continue
             names = {name_of(name) for name in of_modules.get(top, [NO_PACKAGE_OF_TESTS.get(top, top)])}
             parents = {COMES_WITH[name] for name in names if name in COMES_WITH}
@@ -66,7 +67,7 @@ def test_every_listed_package_is_found_by_the_name_that_is_imported():
 
 def test_nobody_asks_an_index_for_the_kit():
     """Its name there is free, so anybody could take it."""
-    asks = re.compile(r"pip[^&|;]*\binstall\b[^&|;]*[\s'\"]volunteer[-_]kit\b(?!\S*\.whl)")
+    asks = re.compile(r"pip[^&|;]*\binstall\b[^&|;]*[\s'\"]volunteer[-_]kit\b(?!\S*\.whl|\S* @ )")
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in SOURCES
