@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,53 +129,6 @@ def test_in_a_notebook_the_reason_is_no_traceback(tmp_path):
     (output,) = [out for out in outputs(tmp_path, "join.ipynb") if out.output_type == "error"]
     shown = "\n".join(output.traceback)
     assert "no package index has it" in shown and "Traceback" not in shown and "----" not in shown
-
-
-PLATFORM = ("torch==2.13.0+cpu", "numpy==2.2.6")  # neither is the newest
-LOADED = """
-import numpy
-import torch
-
-print("before", torch.__version__, numpy.__version__)
-"""
-USED = """
-import importlib.metadata
-
-from volunteer_kit import build_model, load_run
-
-model = build_model(load_run("demo"))
-print("after", importlib.metadata.version("torch"), importlib.metadata.version("numpy"), model.num_parameters())
-"""
-
-
-@pytest.fixture
-def platform(tmp_path, monkeypatch):
-    """A kernel `python3` in an environment of its own with a torch and a numpy, as on a platform."""
-    venv.create(tmp_path / "environment", with_pip=True, symlinks=True)
-    python = str(tmp_path / "environment" / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "-q", *PLATFORM, "ipykernel"], check=True, timeout=600)
-    kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
-    kernel.parent.mkdir(parents=True)
-    command = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel.write_text(json.dumps({"argv": command, "display_name": "Python 3", "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_it_installs_beside_a_torch_and_a_numpy_that_are_loaded(platform, tmp_path):
-    source = tmp_path / "source"
-    left_out = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "__pycache__", "build", "demo-out", "tests")
-    shutil.copytree(ROOT, source, ignore=left_out)
-    code = (LOADED, code_cells("join.ipynb")[0], USED)
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in code])
-    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(source / "notebooks")}}).execute()
-    before, installing, after = ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
-    assert before.split()[1:] == after.split()[1:3] == ["2.13.0+cpu", "2.2.6"]
-    assert "Installed in" in installing and "stay as they were" in installing and "Changed" not in installing
-    assert "WARNING" not in installing and "ERROR" not in installing
-    assert int(after.split()[3]) > 100_000
 
 
 # --- top to bottom ---
