@@ -31,8 +31,6 @@ from join_platforms_parts.visit import Visit, visit  # noqa: E402
 
 from tests.platforms import PLATFORMS, NoPlatform, Platform, cache_folder, make_environment  # noqa: E402
 
-NAME = "ada"
-
 
 def main(only: list[str]) -> int:
     from tests.hub import Hub
@@ -44,7 +42,9 @@ def main(only: list[str]) -> int:
     # beside the cache, so that files are linked from it and not copied
     with tempfile.TemporaryDirectory(prefix="visits-", dir=cache_folder()) as folder, Hub() as hub:
         scratch = Path(folder)
-        hub.tokens[token_of(NAME)], hub.rights[token_of(NAME)] = NAME, {"role": "read"}
+        for platform in platforms:  # each an account of its own: what the last one gave is credited for a while
+            token = token_of(platform.key)
+            hub.tokens[token], hub.rights[token] = platform.key, {"role": "read"}
         host = HostOfTwo(scratch, hub)
         try:
             host.start()
@@ -71,13 +71,13 @@ def visited(platform: Platform, notebook: Path, scratch: Path, host, hub) -> Vis
     folder = scratch / platform.name
     folder.mkdir()
     python = make_environment(platform, folder / "environment")
-    before = host.credit_of(NAME)
-    environment = of_hub(hub, folder) | platform.variables | {"HF_TOKEN": token_of(NAME), "OMP_NUM_THREADS": "1"}
+    token = token_of(platform.key)
+    environment = of_hub(hub, folder) | platform.variables | {"HF_TOKEN": token, "OMP_NUM_THREADS": "1"}
     return visit(
         python,
         notebook,
         folder,
-        credited=lambda: host.credit_of(NAME) - before,
+        credited=lambda: host.credit_of(platform.key),
         environment=environment,
     )
 
@@ -88,7 +88,8 @@ def show(console: Console, found: Visit) -> None:
     console.print(f"  added: {', '.join(found.added) or 'nothing'}")
     if found.error or not found.left_cleanly:
         console.print(f"[red]{found.error or 'It did not leave in good order.'}", markup=False)
-        console.print(found.said[-4000:], markup=False)
+        lines = [line.rpartition("\r")[2] for line in found.said.splitlines()]
+        console.print("\n".join(lines[-60:]), markup=False)
 
 
 def report(console: Console, found: dict[str, Visit], left_out: set[str]) -> int:

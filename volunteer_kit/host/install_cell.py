@@ -21,6 +21,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -177,10 +178,12 @@ def run_pip(arguments, words, folder, began):
     process = None
     try:
         with log.open("wb") as file:
-            process = subprocess.Popen(
+            process, is_pressed = start(
                 [sys.executable, "-m", "pip", *arguments], stdin=subprocess.DEVNULL, stdout=file,
                 stderr=subprocess.STDOUT, cwd=str(folder), env=dict(os.environ, **settings), start_new_session=True,
             )  # fmt: skip
+        if is_pressed:
+            raise KeyboardInterrupt
         started = time.monotonic()
         while process.poll() is None:
             if time.monotonic() - started > RESOLVE_SECONDS:
@@ -200,6 +203,18 @@ def run_pip(arguments, words, folder, began):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return process.returncode, read(log)
+
+
+def start(command, **settings):
+    """(The process, whether the stop button was pressed meanwhile): an interrupt inside Popen would lose it."""
+    pressed = []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True)) if is_main else None
+    try:
+        return subprocess.Popen(command, **settings), pressed
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 def read(log):
