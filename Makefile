@@ -20,7 +20,8 @@ DEMO ?=
 TEST ?=
 SECONDS ?= 60
 TARGET ?=
-# Two files of tests at a time: tests of swarms wait more than they compute. TEST="-n 0 ..." for one, TEST=... for some.
+# Two files of tests at a time, and three of the long ones: tests of swarms wait more than they compute.
+# TEST="-n 0 ..." for one at a time, TEST=... for some.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -49,7 +50,7 @@ test: install
 	$(PYTEST) -m "not slow" $(TEST)
 
 test-slow: install
-	$(PYTEST) -m slow --timeout 600 --durations 20 $(TEST)
+	$(PYTEST) -n 3 -m slow --timeout 600 --durations 20 $(TEST)
 
 test-tpu:
 	.ci/test-tpu $(TEST)

@@ -83,6 +83,8 @@ def visited(platform: Platform, notebook: Path, scratch: Path, host, hub) -> Vis
 
 
 def show(console: Console, found: Visit) -> None:
+    first, leaving = found.first_sample_s, "in good order" if found.left_cleanly else "not in good order"
+    console.print(f"  install {found.install_s:.0f} s; first credited sample after {first} s; left {leaving}")
     for name, (old, new) in sorted(found.changed.items()):
         console.print(f"  changed: {name} {old} -> {new or 'removed'}")
     console.print(f"  added: {', '.join(found.added) or 'nothing'}")
