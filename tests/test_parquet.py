@@ -98,6 +98,20 @@ FIXED_SIZE_LIST = base64.b64decode(
 )
 
 
+VIEWS = [
+    (pa.string_view(), ["a view of a longer string", None]),
+    (pa.binary_view(), [b"a view of longer bytes", None]),
+]
+
+
+def can_be_written(kind: pa.DataType, values: list[Any]) -> bool:
+    """pyarrow 18 writes no views."""
+    try:
+        return bool(written(pa.table({"list": pa.array(values, kind)})))
+    except pa.ArrowNotImplementedError:
+        return False
+
+
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
@@ -105,18 +119,13 @@ FIXED_SIZE_LIST = base64.b64decode(
         (pa.list_(pa.int16(), 2), [[1, 2], [3, 4]]),
         (pa.large_list(pa.int16()), [[1, 2], None]),
         (pa.large_string(), ["a", None]),
-        (pa.string_view(), ["a view of a longer string", None]),
-        (pa.binary_view(), [b"a view of longer bytes", None]),
+        *(column for column in VIEWS if can_be_written(*column)),
         (pa.dictionary(pa.int32(), pa.string()), ["a", None]),
     ],
     ids=str,
 )
 def test_all_versions_of_pyarrow_read_the_types_that_a_writer_noted(kind: pa.DataType | None, values: list[Any]):
-    try:
-        data = FIXED_SIZE_LIST if kind is None else written(pa.table({"list": pa.array(values, kind)}))
-    except pa.ArrowNotImplementedError:
-        pytest.skip("this pyarrow writes no such column")
-    file = File(data)
+    file = File(FIXED_SIZE_LIST if kind is None else written(pa.table({"list": pa.array(values, kind)})))
     found = [value.tolist() if hasattr(value, "tolist") else value for _, value in file.rows()]
     assert found == values
     wanted = {list: "codes", str: "text", bytes: "bytes"}[type(values[0])]
