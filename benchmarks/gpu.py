@@ -1,4 +1,4 @@
-"""What takes a GPU to know, in one command of eight minutes at most, on one card (H100 or H200; any CUDA card will do).
+"""All that takes a GPU to know, in one command of eight minutes at most, on one card (H100, H200, or any other).
 
     python benchmarks/gpu.py                         everything; without a GPU the same with tiny sizes, on the CPU
     python benchmarks/gpu.py --only qlora vqgan      some parts; --skip leaves some out

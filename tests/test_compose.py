@@ -40,7 +40,7 @@ def services(**given: str) -> dict[str, Any]:
 
 
 def hosted(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> dict[str, Any]:
-    """What `volunteer-kit` makes of the container's command line."""
+    """The arguments that `volunteer-kit` reads from the container's command line."""
     called: dict[str, Any] = {}
     monkeypatch.setattr(volunteer_kit.host, "host_run", lambda run, **options: called.update(options, run=run))
     result = CliRunner().invoke(app, command, catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""What is here: device, versions, and whether each thing that the other parts build on works at all."""
+"""The machine: device, versions, and whether each thing that the other parts build on works at all."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def four_bits(device: str) -> str:
 
 
 def plan(device: str) -> str:
-    """What the kit would do with this machine for the original's model."""
+    """The plan that the kit makes of this machine for the original's model."""
     from volunteer_kit.device import ORIGINAL, detect_device, plan_device
 
     return plan_device(detect_device("auto" if device == "cuda" else "cpu"), ORIGINAL, target_batch_size=4096).why

@@ -1,4 +1,4 @@
-"""What the parts train on and encode: the original's run, full or tiny, and image shards made here."""
+"""Material that the parts train on and encode: the original's run, full or tiny, and image shards made here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a part of benchmarks/gpu.py is given, and how it tells what it finds."""
+"""The arguments of a part of benchmarks/gpu.py, and how it tells its findings."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ TELL = "import dataclasses, json\nprint('VISIT', json.dumps(dataclasses.asdict(c
 
 @dataclass
 class Visit:
-    """What a volunteer met with."""
+    """The findings of one visit."""
 
     install_s: float = 0.0  # the first cell
     changed: dict[str, list[str | None]] = field(default_factory=dict)  # platform's packages: from, to (None: gone)
@@ -121,7 +121,7 @@ def _manager(python: Path, folder: Path) -> KernelManager:
 
 
 def _prepared(notebook: Path) -> nbformat.NotebookNode:
-    """Nobody can press a button here: the terms are accepted in the call. One more cell tells what was given."""
+    """No button can be pressed here: the call accepts the terms. One more cell tells what was given."""
     book = nbformat.read(notebook, as_version=4)
     joining = [cell for cell in book.cells if cell.cell_type == "code" and "join_swarm(RUN)" in cell.source]
     if len(joining) != 1:

@@ -349,7 +349,7 @@ def modules_of(name):
 
 
 def importance(name):
-    """What a platform's other packages are built upon is kept first."""
+    """A sort key: packages that a platform builds upon are kept first."""
     first = ("torch", "numpy", "protobuf", "grpcio", "setuptools", "pandas", "pyarrow", "transformers")
     return (first.index(name) if name in first else len(first), name)
 
@@ -363,7 +363,7 @@ def require_platform():
 
 
 def explained(log):
-    """What pip's log means, in words, with its last lines."""
+    """The meaning of pip's log in words, with its last lines."""
     words = next((words for pattern, words in REASONS if re.search(pattern, log)), OTHER)
     lines = [line for line in log.splitlines() if line.strip()][-8:]
     return "\nThe kit could not be installed. {}\n\npip's last lines:\n{}".format(

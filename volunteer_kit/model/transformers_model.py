@@ -137,7 +137,7 @@ def _base(config: TransformersConfig, quantization: Quantization | None) -> nn.M
 
 
 def compute_dtype_of_4bit() -> torch.dtype:
-    """What a base in 4 bits is multiplied in: bf16 where the card has it, else fp16 (a T4, a V100), fp32 on a CPU.
+    """The dtype that multiplies a base in 4 bits: bf16 where the card has it, else fp16 (a T4, a V100), fp32 on a CPU.
 
     PyTorch counts emulated bf16 as support, which a T4 has, at a fraction of its speed.
     """
