@@ -122,7 +122,7 @@ def reading(folder: Path, count: int, rounds: int) -> Row:
 
 
 def cut_is_noticed(folder: Path) -> dict[str, bool]:
-    """Of a shard that ends early at a block's boundary: does its reader say so?"""
+    """Tell whether a reader reports a shard that ends early at a block's boundary."""
     whole = (folder / "ours.tar").read_bytes()
     at = len(pack_record("0" * 9, [0] * CODES, {"key": "0" * 9, "caption": "a red circle", "index": 0}))
     (folder / "cut.tar").write_bytes(whole[:at])

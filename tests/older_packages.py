@@ -33,7 +33,7 @@ SETS: dict[str, tuple[str, Sequence[str]]] = {
 
 
 def folder(name: str) -> Path:
-    """Of a set; it is fetched by pip if it is not there."""
+    """The folder of a set of packages; pip fetches it if it is not there."""
     there, packages = SETS[name]
     version = f"{name}-{sys.version_info[0]}.{sys.version_info[1]}"
     home = Path(os.environ.get("VOLUNTEER_KIT_OLDER") or Path.home() / ".cache/volunteer_kit/older") / version

@@ -23,6 +23,7 @@ from tests.browser import JupyterLab, Tab, chromium
 from tests.hub import Hub
 from tests.own_python import OwnPython, links_to_our_packages
 from tests.test_browser import of_hub
+from tests.test_hosted_run import wait_until
 from volunteer_kit.host.kit_wheel import make_wheel
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.swarm.peer import free_port
@@ -95,16 +96,6 @@ def start() -> Iterator[Callable[..., Process]]:
 def state(url: str) -> dict:
     with urllib.request.urlopen(f"{url}/dashboard/api/state", timeout=20) as answer:
         return json.load(answer)
-
-
-def wait_until(true: Callable[[], object], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if true():
-                return
-        time.sleep(0.5)
-    raise AssertionError(f"not within {seconds:.0f} s: {what}")
 
 
 def credit_of(url: str, name: str) -> int:

@@ -39,7 +39,7 @@ class Tell:
 
 
 def gigabytes_peak(device: str) -> float | None:
-    """Of this process on the card, since it began or the peak was reset; None on a CPU."""
+    """Peak memory of this process on the card, since it began or the peak was reset; None on a CPU."""
     if device != "cuda":
         return None
     import torch

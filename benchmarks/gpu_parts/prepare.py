@@ -3,8 +3,8 @@
     python benchmarks/gpu_parts/prepare.py                       into .gpu-wheels, for Python 3.12 on x86-64 Linux
     python benchmarks/gpu_parts/prepare.py --check PYTHON        and install them with PYTHON, offline, and import them
 
-wheels.txt says which. Of bitsandbytes only the libraries for the CPU and for the CUDA version of the machine's torch
-stay (43 MB -> 2 MB). A package without a wheel is built here; it has to be pure Python.
+wheels.txt says which. bitsandbytes keeps its libraries for the CPU and for the CUDA version of the machine's torch only
+(43 MB -> 3.4 MB). A package without a wheel is built here; it has to be pure Python.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def check(folder: Path, python: str) -> None:
 
 
 def tree_bytes() -> int:
-    """Of what travels beside the wheels: tracked files."""
+    """The size of the tracked files, which travel beside the wheels."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout
     return sum(path.stat().st_size for name in listed.split("\0") if name and (path := ROOT / name).is_file())
 

@@ -159,7 +159,7 @@ def _section(title: str, about: str, model: type) -> str:
 
 
 def comments_of(model: type) -> dict[str, str]:
-    """Of each field the comment lines above it, the comment behind it, or what the class's docstring says of it."""
+    """Describe each field: the comment above it, the comment behind it, or its line in the class's docstring."""
     lines, first = inspect.getsourcelines(model)
     source = inspect.cleandoc("".join(lines)) if lines[0].startswith(" ") else "".join(lines)
     found: dict[int, str] = {}
