@@ -141,9 +141,9 @@ class Hub(ThreadingHTTPServer):
         context = multiprocessing.get_context("spawn")
         with mock.patch.dict(os.environ, self.environment(home), clear=True):
             pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
-            pool.submit(os.getpid).result(timeout=60)
+            pool.submit(os.getpid).result()
         with pool:
-            yield lambda function, *args, **named: pool.submit(function, *args, **named).result(timeout=120)
+            yield lambda function, *args, **named: pool.submit(function, *args, **named).result()
 
     def note(self, asked: Asked) -> Fault | None:
         with self._lock:

@@ -11,7 +11,6 @@ import pytest
 
 from tests.hub import Hub
 from tests.login_scene import FINE, READ, WRITE, Outcome, Scene, play
-from volunteer_kit.auth.browser import why_no_browser
 from volunteer_kit.auth.login import Identity, Login, LoginError
 
 PUBLIC_KEY = "ed25519:zCxnPDqEWnO5E2QIRyTsT3RpR-IUYM1P65zsY1VYt44"
@@ -113,10 +112,8 @@ def test_secrets_that_cannot_be_read(log_in, scene, note):
 
 # The browser
 
-with_browser = pytest.mark.skipif(why_no_browser() is not None, reason="this huggingface_hub is too old for it")
 
-
-@with_browser
+@pytest.mark.browser_login
 def test_the_browser_login_shows_link_and_code_and_polls(log_in, hub):
     hub.tokens[hub.device.token] = "dora"
     hub.device.pending = 3
@@ -131,7 +128,7 @@ def test_a_client_without_the_browser_login_says_so_and_takes_a_token(log_in, hu
     assert len(outcome.notes) == 1 and "no login in the browser, so it takes a token" in outcome.notes[0]
 
 
-@with_browser
+@pytest.mark.browser_login
 def test_for_an_authority_the_hosts_own_app_asks_for_less(log_in, hub):
     hub.tokens[hub.device.token] = "dora"
     assert log_in(Scene(browser=True, login={"for_authority": True})).link is None, "everybody's app can write"
@@ -156,7 +153,7 @@ def log_in_for(run: str) -> tuple[str | None, str | None, list[str]]:
     return login.name, browser and browser.link, login.notes
 
 
-@with_browser
+@pytest.mark.browser_login
 def test_a_run_with_an_app_of_its_hosts_offers_the_browser(world, hub, tmp_path):
     from volunteer_kit.run_reader import RUN_FILES
     from volunteer_kit.runs import load_run
@@ -173,7 +170,7 @@ def test_a_run_with_an_app_of_its_hosts_offers_the_browser(world, hub, tmp_path)
     assert len({load_run(run).fingerprint for run in (RUN_FILES / "demo.yaml", *runs)}) == 1, "no setting of training"
 
 
-@with_browser
+@pytest.mark.browser_login
 @pytest.mark.parametrize(
     "device, kind, text",
     [
@@ -189,7 +186,7 @@ def test_browser_logins_that_fail(log_in, hub, device, kind, text):
     assert outcome.kind == kind and text in outcome.text and LINK in outcome.text and outcome.name is None
 
 
-@with_browser
+@pytest.mark.browser_login
 def test_a_browser_login_that_is_called_off_polls_no_more(log_in, hub):
     hub.device.pending = 10**6
     outcome = log_in(Scene(browser=True, cancel=True))

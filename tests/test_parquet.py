@@ -217,7 +217,7 @@ def test_a_dictionary_that_would_become_gigabytes():
 def test_damage_never_ends_the_process():
     """pyarrow aborts on some; in a process of its own, so that this would be told."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes = pool.submit(_read_damaged, 1200).result(timeout=120)
+        outcomes = pool.submit(_read_damaged, 1200).result()  # pytest ends one that hangs
     assert outcomes["read"] > 100 and outcomes["bad_shard"] > 300
     assert set(outcomes) <= {"read", "bad_shard"}
 
