@@ -63,6 +63,18 @@ class Page:
                 states.pop(content["comm_id"], None)
         return states
 
+    def shown(self) -> list[str]:
+        """The HTML of each output as the page has it now; an update of an output that it never got changes nothing."""
+        outputs: list[dict[str, Any]] = []
+        for message in self.outputs:
+            content = message["content"]
+            known = content.get("transient", {}).get("display_id")
+            if message["msg_type"] == "display_data":
+                outputs.append({"id": known, **content["data"]})
+            elif message["msg_type"] == "update_display_data":
+                outputs = [{"id": known, **content["data"]} if o["id"] == known else o for o in outputs]
+        return [output.get("text/html", "") for output in outputs]
+
     def find(self, **state: str) -> str | None:
         """The comm of the widget whose state has these texts in it."""
         found = (comm for comm, has in self.widgets().items() if all(v in str(has.get(k)) for k, v in state.items()))

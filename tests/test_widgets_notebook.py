@@ -108,8 +108,7 @@ def test_one_screen_one_button_and_the_token_is_nowhere(page, manager, hub):
     page.until_replied(cell)
     assert "welcome Identity(name='anna', orgs=())" in page.text(cell)
     assert page.widgets().keys().isdisjoint({button, field}), "the fields are gone"
-    final = [m["content"]["data"]["text/html"] for m in page.outputs if m["msg_type"] == "update_display_data"]
-    assert "What you agreed to" in final[-1]
+    assert "What you agreed to" in page.shown()[-1]
     assert READ not in everything(page) and WRITE not in everything(page)
     process = psutil.Process(manager.provisioner.process.pid)
     assert READ not in " ".join(process.cmdline()) + str(process.environ())
@@ -160,8 +159,7 @@ def test_pause_resume_and_leave(page):
     updates = [m["content"] for m in page.outputs if m["msg_type"] == "comm_msg"]
     of_plan = [u for u in updates if u["comm_id"] == plan and u["data"]["method"] == "update"]
     assert len(of_plan) <= 1, "a text that somebody unfolded is not drawn again"
-    last = [m["content"] for m in page.outputs if m["msg_type"] == "update_display_data"][-1]
-    assert "You have left" in last["data"]["text/html"] and page.widgets() == {}
+    assert "You have left" in page.shown()[-1] and page.widgets() == {}
 
 
 def test_who_looks_on_has_no_buttons_but_to_stop_looking(page):
@@ -213,7 +211,7 @@ def test_without_ipywidgets_it_is_html_that_is_updated_in_place(page):
     shown = [m for m in page.outputs if m["msg_type"] == "display_data"]
     updated = [m for m in page.outputs if m["msg_type"] == "update_display_data"]
     assert len(shown) == 2 and len(updated) == 2, "one block that changes, and the plan, which does not"
-    assert "You have left" in updated[-1]["content"]["data"]["text/html"]
+    assert "You have left" in page.shown()[0]
 
 
 def test_typed_where_buttons_get_no_events(page, hub):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
 from volunteer_kit.widgets import page, words
+from volunteer_kit.widgets.boxes import ShownBox
 from volunteer_kit.widgets.kernel_events import KernelEvents, find_kernel, kernel_events
 from volunteer_kit.widgets.progress import Progress
 from volunteer_kit.widgets.prompt import agree
@@ -89,7 +89,6 @@ class _View:
 
     def __init__(self, wishes: list[Wish]) -> None:
         import ipywidgets
-        from IPython.display import display
 
         self._wishes = wishes
         self._blocks = {name: ipywidgets.HTML() for name in ("style", "live", "notes", "plan", "pictures")}
@@ -103,8 +102,7 @@ class _View:
         blocks = self._blocks
         buttons = ipywidgets.HBox([self._pause, self._leave])
         rows = [blocks["style"], blocks["live"], buttons, blocks["notes"], blocks["plan"], blocks["pictures"]]
-        self._box = ipywidgets.VBox(rows)
-        self._handle = display(self._box, display_id=True)
+        self._shown = ShownBox(ipywidgets.VBox(rows))
 
     def update(self, progress: Progress) -> None:
         self._set("live", page.live(progress))
@@ -118,12 +116,7 @@ class _View:
         _set(self._leave, disabled=is_over, description="Stop looking" if progress.is_elsewhere else "Leave")
 
     def close(self, last: str) -> None:
-        """HTML takes the widgets' place, and so it is there when the notebook is opened again without a kernel."""
-        from IPython.display import HTML
-
-        if self._handle is not None:
-            self._handle.update(HTML(last))
-        close_all(self._box)
+        self._shown.replace(last)
 
     def _set(self, name: str, html: str) -> None:
         _set(self._blocks[name], value=html)
@@ -134,17 +127,6 @@ def show_html(html: str) -> None:
     from IPython.display import HTML, display
 
     display(HTML(html))
-
-
-def close_all(box: Any) -> None:
-    """Close a box with everything in it, so that kernel and page keep nothing; layouts and styles are models too."""
-    for child in getattr(box, "children", ()):
-        close_all(child)
-    parts = [box, *(getattr(box, name, None) for name in ("layout", "style"))]
-    for part in parts:
-        if hasattr(part, "close"):
-            with contextlib.suppress(Exception):  # the page may be gone
-                part.close()
 
 
 def _set(widget: Any, **values: Any) -> None:

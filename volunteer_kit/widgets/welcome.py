@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from volunteer_kit.widgets import page, words
+from volunteer_kit.widgets.boxes import ShownBox
 from volunteer_kit.widgets.surface import LoginChoice
 from volunteer_kit.widgets.terms import Terms
 
@@ -16,7 +17,6 @@ class Welcome:
 
     def __init__(self, terms: Terms, login: LoginChoice | None) -> None:
         import ipywidgets
-        from IPython.display import HTML, display
 
         self._login = login
         self._pressed = threading.Event()
@@ -33,12 +33,11 @@ class Welcome:
             hint = page.token_hint(login.token_url, bool(self._browser), terms.checked_by)
             rows += [ipywidgets.HTML(hint), self._field]
         layout = {"align_items": "flex-start"}  # or the button is as wide as the page
-        self._box = ipywidgets.VBox([*rows, self._button, self._message], layout=layout)
+        box = ipywidgets.VBox([*rows, self._button, self._message], layout=layout)
         self._notes = list(login.notes) if login else []
         self._terms = terms
         self._draw()
-        self._html = HTML
-        self._handle = display(self._box, display_id=True)
+        self._shown = ShownBox(box)
 
     @property
     def _asks(self) -> bool:
@@ -68,17 +67,13 @@ class Welcome:
 
     def close(self, is_agreed: bool) -> None:
         """The fields are gone; what was agreed to stays, folded."""
-        from volunteer_kit.widgets.notebook import close_all
-
         self._token = ""
         if self._field is not None:
             with contextlib.suppress(Exception):  # the page may be gone
                 self._field.value = ""
         if self._login is not None:
             self._login.close()
-        if self._handle is not None:
-            self._handle.update(self._html(page.agreed(self._terms) if is_agreed else ""))
-        close_all(self._box)
+        self._shown.replace(page.agreed(self._terms) if is_agreed else "")
 
     def _take_the_token(self) -> None:
         """Out of the field at once: pages store the values of widgets."""
