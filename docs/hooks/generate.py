@@ -104,7 +104,7 @@ target_batch_size: 256
 ```
 
 The settings that do not enter the fingerprint may differ from machine to machine: addresses, `authority`, `captions`,
-`description`, `help_url`, and in `data` where shards lie, caches, and time limits.
+`description`, `help_url`, in `swarm` the settings in seconds, and in `data` where shards lie, caches, and time limits.
 
 """
 
@@ -240,7 +240,7 @@ def _cell(text: str) -> str:
 CLI = """# Commands
 
 `volunteer-kit --help` lists the commands, and `volunteer-kit COMMAND --help` the options of one. This page is made from
-the same source. Errors come as one message with what to do, and exit code 2.
+the same source. An error is one message with what to do, and exit code 2, or 78 for a missing package.
 
 """
 
@@ -289,7 +289,8 @@ def _argument(parameter: Any) -> str:
 def _help(parameter: Any) -> str:
     text = _cell(_text(parameter.help))
     default = getattr(parameter, "default", None)
-    if isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and "default" not in text:
+    is_shown = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
+    if is_shown and "default" not in text:
         text += f" Default: `{default}`."
     if getattr(parameter, "envvar", None):
         text += f" Environment: `{parameter.envvar}`."
