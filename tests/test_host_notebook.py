@@ -13,8 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.test_notebooks import NOBODY, ROOT, code_cells, execute, prose, said, still_there
+from volunteer_kit.host.folder import HostFolder
+from volunteer_kit.host.settings import HostSettings
+from volunteer_kit.host.words import welcome
 from volunteer_kit.process_group import kill_all
+from volunteer_kit.run_sections import AuthorityConfig
 from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.ways_in import Offer
 
 NAME = "host_a_run.ipynb"
 TALKATIVE = """#!{python}
@@ -62,6 +67,35 @@ def test_the_host_may_say_as_much_as_it_likes_and_there_is_one(tmp_path, monkeyp
         for process in (first, names["host"]):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("trial", [True, False])
+def test_the_link_to_give_away_is_the_one_that_the_host_says(tmp_path, monkeypatch, capsys, trial):
+    """A trial has no authority, and so its file is the link."""
+    monkeypatch.chdir(tmp_path)
+    address = "/ip4/127.0.0.1/tcp/1/p2p/x"
+    told = welcome(
+        "my-run",
+        Offer("https://run.example.org"),
+        HostSettings(port=8000, dashboard_port=8001),
+        HostFolder(tmp_path / "host"),
+        [address],
+        [],
+        AuthorityConfig(
+            url="https://run.example.org", public_key="ed25519:zCxnPDqEWnO5E2QIRyTsT3RpR-IUYM1P65zsY1VYt44"
+        ),
+    )
+    loaded = []
+    names = {
+        "Path": Path, "RUN_FILE": Path("my-run.yaml"), "TRIAL": trial, "RUN": "run_id: my-run", "re": re,
+        "addresses": [address], "said": "\n".join(told), "run": SimpleNamespace(fingerprint="f"),
+        "load_run": lambda link: loaded.append(link) or SimpleNamespace(fingerprint="f"),
+    }  # fmt: skip
+    exec(cell("LINK = "), names)
+    link = "my-run.yaml" if trial else "https://run.example.org"
+    assert loaded == [link] and capsys.readouterr().out.count(link) == 2
+    if trial:
+        assert address in Path("my-run.yaml").read_text()
 
 
 def test_the_words_of_the_host_are_options_of_the_kit():
