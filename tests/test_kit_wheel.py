@@ -7,6 +7,7 @@ import csv
 import email
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import venv
@@ -66,6 +67,21 @@ def test_it_holds_what_the_kit_needs_and_nothing_of_a_workplace(members):
     needed += " dashboard/templates/landing.html auth/authority/static/style.css model/weights/scenes32.safetensors"
     assert set(needed.split()) <= names
     assert not [name for name in members if "__pycache__" in name or name.endswith((".pyc", "~")) or "/." in name]
+
+
+def test_a_host_that_runs_inside_the_package_keeps_its_keys(wheel, tmp_path, monkeypatch):
+    """A notebook of the checkout puts a host's folder beside itself, and the package has a link to that folder."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(ROOT / "volunteer_kit", copy / "volunteer_kit", symlinks=True)
+    for name in ("setup.cfg", "requirements.txt", "LICENSE", "notebooks"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
+    for secret in ("notebooks/my-run-host/keys/root.pem", "notebooks/first-peer.key", "notebooks/host.log",
+                   "notebooks/my-run-host/host.json", "volunteer_kit/my-run-host/identity.key",
+                   "volunteer_kit/dashboard/token.txt", "volunteer_kit/host/host.sqlite"):  # fmt: skip
+        (copy / secret).parent.mkdir(parents=True, exist_ok=True)
+        (copy / secret).write_text("a secret")
+    monkeypatch.setattr(kit_wheel, "PACKAGE", copy / "volunteer_kit")
+    assert make_wheel(tmp_path / "out").sha256 == wheel.sha256
 
 
 def test_its_metadata_is_the_checkouts(members):

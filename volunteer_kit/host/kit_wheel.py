@@ -1,7 +1,8 @@
 """The running kit as a wheel, so that a run's volunteers install exactly its host's version.
 
-The wheel is packed from the package's files on the disk and from its metadata: of the checkout around it (setup.cfg),
-or of the installation. Equal files give equal bytes, so a wheel's sha256 is the same from start to start.
+The wheel holds the files that belong to the package and no others, since everybody can download it: of a checkout its
+modules and the data that setup.cfg names, of an installation the files that its RECORD names. Equal files give equal
+bytes, so a wheel's sha256 is the same from start to start.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import hashlib
 import importlib.metadata
 import io
+import os
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -25,8 +27,14 @@ NAME = "volunteer_kit"
 PROJECT = "volunteer-kit"
 PACKAGE = Path(volunteer_kit.__file__).resolve().parent
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip file can hold
-LEFT_OUT = ("__pycache__", ".pyc", ".pyo", "~", ".swp", ".orig", ".rej", ".part")
 WHEEL = "Wheel-Version: 1.0\nGenerator: volunteer-kit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+class _Kit(NamedTuple):
+    """`metadata`: name in the wheel's dist-info -> content; `files`: of the package, as they lie on the disk."""
+
+    metadata: dict[str, bytes]
+    files: list[Path]
 
 
 class KitWheel(NamedTuple):
@@ -42,9 +50,8 @@ def make_wheel(folder: Path) -> KitWheel:
 
     Raises HostError if the package's metadata cannot be found, OSError.
     """
-    metadata = _metadata()
     version = volunteer_kit.__version__
-    members = _members(metadata, version)
+    members = _members(_of_checkout() or _of_installation(), version)
     record = _record(members, version)
     path = folder / f"{NAME}-{version}-py3-none-any.whl"
     if _record_of(path, version) != record:  # another zlib packs the same files into other bytes
@@ -57,26 +64,16 @@ def _info(version: str) -> str:
     return f"{NAME}-{version}.dist-info"
 
 
-def _members(metadata: dict[str, bytes], version: str) -> dict[str, bytes]:
+def _members(kit: _Kit, version: str) -> dict[str, bytes]:
     """Name in the wheel -> content, of all but RECORD."""
     members = {}
-    for path in _files(PACKAGE):
+    for path in kit.files:
         members[f"{NAME}/{path.relative_to(PACKAGE).as_posix()}"] = path.read_bytes()
     info = _info(version)
-    members |= {f"{info}/{name}": content for name, content in metadata.items()}
+    members |= {f"{info}/{name}": content for name, content in kit.metadata.items()}
     members[f"{info}/WHEEL"] = WHEEL.encode()
     members[f"{info}/top_level.txt"] = f"{NAME}\n".encode()
     return members
-
-
-def _files(folder: Path) -> list[Path]:
-    """Of the package, links followed: in a checkout its notebooks are one."""
-    found: list[Path] = []
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name.endswith(LEFT_OUT):
-            continue
-        found += _files(path) if path.is_dir() else [path] if path.is_file() else []
-    return found
 
 
 def _record(members: dict[str, bytes], version: str) -> bytes:
@@ -110,39 +107,45 @@ def _zipped(members: dict[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-# --- metadata ---
+# --- the running kit ---
 
 
-def _metadata() -> dict[str, bytes]:
-    """METADATA, entry_points.txt and the licence. The checkout's own words go first: an editable installation may be
-    older than they are. Raises HostError."""
-    checkout = PACKAGE.parent / "setup.cfg"
-    if checkout.is_file():
-        config = configparser.ConfigParser(interpolation=None)
-        config.read(checkout, encoding="utf-8")
-        if config.get("metadata", "name", fallback="") == PROJECT:
-            return _of_checkout(config, checkout.parent)
-    return _of_installation()
+def _of_checkout() -> _Kit | None:
+    """Of the checkout around the package. It goes before an installation: an editable one may be older than it is."""
+    setup = PACKAGE.parent / "setup.cfg"
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(setup, encoding="utf-8")
+    if config.get("metadata", "name", fallback="") != PROJECT:
+        return None
+    files = {Path(folder, name) for folder, _, names in os.walk(PACKAGE) for name in names if name.endswith(".py")}
+    for package, patterns in config["options.package_data"].items():
+        folder = PACKAGE.parent.joinpath(*package.split("."))
+        for pattern in patterns.split(","):
+            files |= {path for path in folder.glob(pattern.strip()) if path.is_file()}
+    return _Kit(_written(config, setup.parent), sorted(files))
 
 
-def _of_installation() -> dict[str, bytes]:
+def _of_installation() -> _Kit:
+    """Raises HostError."""
     for found in importlib.metadata.distributions(name=PROJECT):
         text = found.read_text("METADATA")
         if text is None or Path(str(found.locate_file(NAME))).resolve() != PACKAGE:
             continue  # of another copy of the kit
-        files = {"METADATA": text.encode(), "entry_points.txt": (found.read_text("entry_points.txt") or "").encode()}
+        metadata = {"METADATA": text.encode(), "entry_points.txt": (found.read_text("entry_points.txt") or "").encode()}
         for name in ("licenses/LICENSE", "LICENSE"):
             if licence := found.read_text(name):
-                files["licenses/LICENSE"] = licence.encode()
+                metadata["licenses/LICENSE"] = licence.encode()
                 break
-        return files
+        named = [name for name in found.files or () if name.parts[0] == NAME and name.suffix != ".pyc"]
+        return _Kit(metadata, sorted(PACKAGE.joinpath(*name.parts[1:]) for name in named))
     raise HostError(
         f"The kit in {PACKAGE} has no metadata, so no wheel can be made of it for the volunteers.\n"
         "1. Install the kit, and start the host again: python -m pip install PATH-OF-THE-CHECKOUT-OR-WHEEL"
     )
 
 
-def _of_checkout(config: configparser.ConfigParser, folder: Path) -> dict[str, bytes]:
+def _written(config: configparser.ConfigParser, folder: Path) -> dict[str, bytes]:
+    """METADATA, entry_points.txt and the licence, as setup.cfg has them."""
     metadata, options = config["metadata"], config["options"]
     headers = Message()
     headers["Metadata-Version"] = "2.1"  # every pip of today reads it
