@@ -150,7 +150,7 @@ def test_it_is_the_complete_recipe():
     text = prose(ROOT / "notebooks" / NAME)
     for words in (
         "The machine", "31337/tcp", "host-maddrs", "announce-maddrs", "identity_path", "https", "moderators",
-        "checkpoints", "two volunteers", "What to watch", "Ban", "rollback", "reboot", "another machine",
+        "checkpoints", "two volunteers", "Watch it", "Ban", "rollback", "reboot", "another machine",
     ):  # fmt: skip
         assert words in text, words
 

@@ -144,7 +144,7 @@ def join(
         float | None,
         typer.Option(min=0.001, help="Leave after so many GB of model and gradients, both ways; data comes on top."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What others see beside your numbers.")] = None,
+    name: Annotated[str | None, typer.Option(help="The name that others see beside your numbers.")] = None,
     hide_name: Annotated[
         bool, typer.Option("--hide-name/--show-name", help='Be "a volunteer" on the run\'s public page.')
     ] = False,
@@ -198,7 +198,7 @@ def join(
 @app.command()
 @_plain_errors
 def generate(
-    captions: Annotated[list[str], typer.Argument(help="What to draw; each caption in quotes.")],
+    captions: Annotated[list[str], typer.Argument(help="Captions to draw, each in quotes.")],
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a folder of them: the newest good one.")],
     run: Annotated[str, typer.Option(help="The run that the checkpoint was trained in.")] = "demo",
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out"),
@@ -228,7 +228,7 @@ def convert(
         Path,
         typer.Argument(help="A VQGAN's or dalle-pytorch's checkpoint, or a folder of the kit's checkpoints."),
     ],
-    target: Annotated[str, typer.Argument(help="What to write: a file, a folder, or the name vqgan-f8-8192.")],
+    target: Annotated[str, typer.Argument(help="A file, a folder, or the name vqgan-f8-8192, to be written.")],
     run: Annotated[str | None, typer.Option(help="The run that a dalle-pytorch checkpoint is of.")] = None,
     config: Annotated[Path | None, typer.Option(help="A VQGAN's model.yaml, if it has sizes of its own.")] = None,
 ) -> None:
@@ -246,7 +246,7 @@ def encode(
     out: Annotated[Path, typer.Argument(help="Folder for the code shards.")],
     run: Annotated[str, typer.Option(help="The run whose image tokenizer and filters are taken.")],
     workers: Annotated[int | None, typer.Option(min=1, max=256, help="Processes; default: one a core.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=256, help="Of each process; default: 1.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=256, help="Threads of each process; default: 1.")] = None,
 ) -> None:
     """Make code shards of image shards, once, so that training needs no encoder. Goes on where it was stopped."""
     packages.require("encode")
@@ -268,7 +268,7 @@ def train_tokenizer(
     hidden: Annotated[int | None, typer.Option(min=4, max=1024, help="Width of the network.")] = None,
     decoder_blocks: Annotated[int | None, typer.Option(min=0, max=16, help="Depth of the decoder.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of one batch of images.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and images.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and images.")] = 0,
     data: Data = None,
 ) -> None:
     """Train an image tokenizer on generated scenes, and on shards with --data. Numbers not given are the recipe's."""

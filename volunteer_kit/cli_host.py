@@ -118,7 +118,7 @@ def unban(name: Name, run: OfRun = None, url: Url = None) -> None:
 def members(
     part: Annotated[str, typer.Argument(help="Part of a name.")] = "", run: OfRun = None, url: Url = None
 ) -> None:
-    """Who takes part, or may."""
+    """List the people who take part, or may."""
     from volunteer_kit.moderate import signed_in, tell_members
 
     with signed_in(url, run) as moderation:
@@ -126,7 +126,7 @@ def members(
 
 
 def bans(run: OfRun = None, url: Url = None) -> None:
-    """Who is banned, by whom and why."""
+    """List the people who are banned, by whom and why."""
     from volunteer_kit.moderate import signed_in, tell_bans
 
     with signed_in(url, run) as moderation:
@@ -136,7 +136,7 @@ def bans(run: OfRun = None, url: Url = None) -> None:
 def log(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Lines.")] = 50, run: OfRun = None, url: Url = None
 ) -> None:
-    """What moderators did; nobody can change it."""
+    """List the deeds of moderators; nobody can change this list."""
     from volunteer_kit.moderate import signed_in, tell_log
 
     with signed_in(url, run) as moderation:

@@ -34,16 +34,16 @@ def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:
 
 def start(
     run: Annotated[str, typer.Argument(help="The run: its YAML file, name, link, or org/name.")],
-    folder: Annotated[Path | None, typer.Option(help="Of all that is kept; default: ./RUN_ID-host")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of all that is kept; default: ./RUN_ID-host")] = None,
     host_maddrs: Annotated[Maddrs, typer.Option(help="Where the first peer listens.")] = None,
     announce_maddrs: Annotated[
-        Maddrs, typer.Option(help="What others dial: /ip4/PUBLIC.IP/tcp/PORT of a machine behind a router.")
+        Maddrs, typer.Option(help="Address that others dial: /ip4/PUBLIC.IP/tcp/PORT of a machine behind a router.")
     ] = None,
     initial_peers: Annotated[Maddrs, typer.Option(help="Other first peers of this run, if there are.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the authority; default: 8000.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the authority; default: 8000.")] = None,
     dashboard_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8001.")] = None,
-    public_url: Annotated[str | None, typer.Option(help="Of the authority as others see it: https://NAME")] = None,
-    dashboard_url: Annotated[str | None, typer.Option(help="Of the dashboard, if not PUBLIC_URL/dashboard/.")] = None,
+    public_url: Annotated[str | None, typer.Option(help="The authority as others see it: https://NAME")] = None,
+    dashboard_url: Annotated[str | None, typer.Option(help="The dashboard, if not PUBLIC_URL/dashboard/.")] = None,
     tls_cert: Annotated[str | None, typer.Option(help="Certificate chain (PEM) for --public-url.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
     behind_proxy: Annotated[
@@ -53,7 +53,7 @@ def start(
         str | None,
         typer.Option(
             envvar="VOLUNTEER_KIT_DATABASE",
-            help="Of the authority: postgresql://..., best by the variable, for `ps` shows options; default: a file.",
+            help="The authority's: postgresql://..., best by the variable, for `ps` shows options; default: a file.",
         ),
     ] = None,
     push_to: Annotated[
@@ -126,7 +126,7 @@ def _print_service(run: str) -> None:
 
 def init(
     out: Annotated[Path, typer.Argument(help="The file to write.")] = Path("my-run.yaml"),
-    name: Annotated[str | None, typer.Option(help="Of the run.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
     model: Annotated[str | None, typer.Option(help="tiny, small or original.")] = None,
     data: Annotated[str | None, typer.Option(help="scenes, or shards: path, pattern or URL.")] = None,
     who: Annotated[str | None, typer.Option(help="open; a Hub organization; or names with commas.")] = None,
@@ -152,7 +152,7 @@ def _ask(question: str, default: str) -> str:
 
 def doctor(
     run: Annotated[str | None, typer.Argument(help="A run's name, file or link; without: only this machine.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Of the run's host, if this machine is it.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the run's host, if this machine is it.")] = None,
     home: Annotated[Path | None, typer.Option(help="Where a volunteer's files go.")] = None,
 ) -> None:
     """Look whether this machine can take part, or host: versions, GPU, memory, disk, clock, network, the run itself."""
