@@ -71,7 +71,7 @@ class Platform:
     def versions(self) -> dict[str, str]:
         """{name: version} of what is installed now, pip itself left out."""
         code = "import importlib.metadata as m; [print(d.metadata['Name'], d.version) for d in m.distributions()]"
-        lines = [line.split() for line in self.run("-I", "-c", code).stdout.splitlines()]
+        lines = [line.split() for line in self.run("-I", "-W", "ignore", "-c", code).stdout.splitlines()]
         return {name: version for name, version in lines if name not in ("pip", "setuptools")}
 
 

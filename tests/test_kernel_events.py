@@ -157,6 +157,7 @@ def test_idle_messages_are_seen_after_the_cell(page, manager):
         assert page.until_replied(last)["status"] in ("ok", "aborted")
 
 
+@pytest.mark.newer_packages
 def test_clicks_sent_to_a_thread_of_the_kernel():
     """JupyterLab >= 4.4 with ipykernel 7. From 7.4 on the kernel sends them back to the shell that made the widget."""
     with kernel("installed", START) as manager, opened(manager) as page:

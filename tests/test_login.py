@@ -113,7 +113,7 @@ def test_secrets_that_cannot_be_read(log_in, scene, note):
 # The browser
 
 
-@pytest.mark.browser_login
+@pytest.mark.newer_packages
 def test_the_browser_login_shows_link_and_code_and_polls(log_in, hub):
     hub.tokens[hub.device.token] = "dora"
     hub.device.pending = 3
@@ -128,7 +128,7 @@ def test_a_client_without_the_browser_login_says_so_and_takes_a_token(log_in, hu
     assert len(outcome.notes) == 1 and "no login in the browser, so it takes a token" in outcome.notes[0]
 
 
-@pytest.mark.browser_login
+@pytest.mark.newer_packages
 def test_for_an_authority_the_hosts_own_app_asks_for_less(log_in, hub):
     hub.tokens[hub.device.token] = "dora"
     assert log_in(Scene(browser=True, login={"for_authority": True})).link is None, "everybody's app can write"
@@ -153,7 +153,7 @@ def log_in_for(run: str) -> tuple[str | None, str | None, list[str]]:
     return login.name, browser and browser.link, login.notes
 
 
-@pytest.mark.browser_login
+@pytest.mark.newer_packages
 def test_a_run_with_an_app_of_its_hosts_offers_the_browser(world, hub, tmp_path):
     from volunteer_kit.run_reader import RUN_FILES
     from volunteer_kit.runs import load_run
@@ -170,7 +170,7 @@ def test_a_run_with_an_app_of_its_hosts_offers_the_browser(world, hub, tmp_path)
     assert len({load_run(run).fingerprint for run in (RUN_FILES / "demo.yaml", *runs)}) == 1, "no setting of training"
 
 
-@pytest.mark.browser_login
+@pytest.mark.newer_packages
 @pytest.mark.parametrize(
     "device, kind, text",
     [
@@ -186,7 +186,7 @@ def test_browser_logins_that_fail(log_in, hub, device, kind, text):
     assert outcome.kind == kind and text in outcome.text and LINK in outcome.text and outcome.name is None
 
 
-@pytest.mark.browser_login
+@pytest.mark.newer_packages
 def test_a_browser_login_that_is_called_off_polls_no_more(log_in, hub):
     hub.device.pending = 10**6
     outcome = log_in(Scene(browser=True, cancel=True))
