@@ -22,7 +22,6 @@ import os
 import re
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,8 +31,6 @@ from unittest import mock
 from urllib.parse import unquote, urlsplit
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-sys.path.append(str(Path(__file__).parents[1]))  # a benchmark imports this as `hub`, with only tests/ on its path
 
 from tests.hub_files import Files
 from tests.hub_logins import Logins

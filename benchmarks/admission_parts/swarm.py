@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import PeerID
-from hub import Hub
 
+from tests.hub import Hub
 from tests.local_authority import RUN, Authority, add_person, make_authority, served, this_hub
 from tests.local_swarm import LocalPeer
 from tests.trust import make_identity

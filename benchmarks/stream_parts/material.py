@@ -22,7 +22,7 @@ from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.stream import SampleStream, open_stream
 from volunteer_kit.data.tokenizer import load_tokenizer
 
-HERE, TESTS = Path(__file__).parents[1], Path(__file__).parents[2] / "tests"
+HERE, ROOT = Path(__file__).parents[1], Path(__file__).parents[2]
 CODES, NUM_CODES = 1024, 8192  # a sample's image codes, as in the original run
 IMAGE_SIZE, TEXT = 256, 256  # pixels, tokens
 WORDS = "a large red circle on the left of a grey background beside a small blue square and nothing else".split()
@@ -105,8 +105,8 @@ def _table(folder: Path, rows: int, rng: np.random.Generator, files: int = 2) ->
 
 def serve(folder: Path) -> None:
     """Be the server, until stdin ends."""
-    sys.path.insert(0, str(TESTS))
-    from hub import Hub
+    sys.path.insert(0, str(ROOT))
+    from tests.hub import Hub
 
     with Hub() as hub:
         for repository in folder.iterdir():
