@@ -110,6 +110,20 @@ def test_versions(monkeypatch, versions, loose, strict):
     assert [lack.name for lack in packages.lacking("train", strict=True)] == strict
 
 
+def test_a_package_from_before_its_module_had_its_name_does_not_fit(monkeypatch):
+    """python_multipart was `multipart` until 0.0.12; `setup host` would find it lacking after each installation."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.0.12" if n == "python-multipart" else real(n))
+    assert [lack.name for lack in packages.lacking("host", strict=True)] == ["python-multipart"]
+
+
+def test_a_package_whose_metadata_cannot_be_read_has_no_version(monkeypatch, tmp_path):
+    (tmp_path / "latin-1.0.dist-info").mkdir()
+    (tmp_path / "latin-1.0.dist-info/METADATA").write_bytes(b"Name: latin\nVersion: 1.0\nAuthor: J\xf6rg\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert packages.version_of("latin") is None
+
+
 def test_a_version_that_does_not_fit_is_told_with_the_range():
     text = packages.in_words([Lack("hivemind", "hivemind>=1.1.12,<1.1.13", "1.2.0")])
     assert "'hivemind' is there as 1.2.0, and the kit needs hivemind>=1.1.12,<1.1.13" in text

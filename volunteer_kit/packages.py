@@ -177,10 +177,10 @@ def require_tracker(name: str) -> None:
 
 
 def version_of(name: str) -> str | None:
-    """As the package's metadata say; None: there are none."""
+    """As the package's metadata say; None: there are none, or they cannot be read."""
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, UnicodeDecodeError):
         return None
 
 
