@@ -120,6 +120,25 @@ def test_setup_brings_a_listed_package_too_and_changes_no_other(wheel, tmp_path)
     assert "Installed: braceexpand 0.1.7.\n" in done.stdout and "Changed" not in done.stdout
 
 
+def test_odd_packages_beside_it_keep_setup_from_nothing(wheel, tmp_path):
+    """A system's own, in a folder beside pip's: versions that are none to pip, and half of a removed package."""
+    one = Installed(tmp_path, wheel, without={"braceexpand"})
+    (one.site / "system.pth").write_text(str(tmp_path / "system"))
+    for folder, name in {
+        "distro_info-1.1build1": "distro-info", "ufw-0.1.43ubuntu1": "ufw", "~orch-1.0": "torch"
+    }.items():  # fmt: skip
+        place = tmp_path / "system" / f"{folder}.dist-info"
+        place.mkdir(parents=True)
+        version = folder.partition("-")[2]
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    wheels = stand_ins(tmp_path / "wheels", braceexpand="0.1.7")
+    elsewhere = {"PIP_TARGET": str(tmp_path / "target"), "PIP_DRY_RUN": "1", "PIP_USER": "1"}
+    done = one.kit("setup", PIP_FIND_LINKS=str(wheels), **elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert "Installed: braceexpand 0.1.7.\n" in done.stdout and "cannot stay" not in done.stdout
+    assert not (tmp_path / "target").exists()
+
+
 def test_setup_brings_everything_and_tells_what_had_to_change(wheel, tmp_path):
     """As after `pip install --no-deps KIT`, beside packages of the platform's: one too old, one in another's way."""
     one, wheels = Installed(tmp_path, wheel, only={"pip"}), tmp_path / "wheels"

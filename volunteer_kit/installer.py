@@ -6,8 +6,6 @@ versions where pip finds a way, since a notebook's platform brings torch, numpy 
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import importlib.util
 import re
 import shlex
@@ -19,19 +17,28 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from volunteer_kit import packages
 from volunteer_kit.packages import EXTRAS, KIT, UPSTREAM, Lack, name_of
 
 OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 SHOWN = 12  # lines of pip's own, where its failure has no known cause
-CONFLICT = ("ResolutionImpossible", "conflicting dependencies", "No solution found")  # pip's words, and uv's
-EXTERNALLY_MANAGED = ("externally-managed-environment", "externally managed")
-UNREACHABLE = (
-    "Temporary failure in name resolution", "Name or service not known", "NewConnectionError", "Max retries exceeded",
-    "Failed to establish a new connection", "Network is unreachable", "Connection refused", "ConnectTimeoutError",
-    "ReadTimeoutError", "ProxyError", "No matching distribution found", "Failed to fetch", "error sending request",
-)  # fmt: skip
+
+
+def _load_install_cell() -> ModuleType:
+    """The first cell of a run's notebook knows how to call pip. It is text that imports the standard library alone,
+    and the package around it needs others: so it is loaded by its path.
+    """
+    path = Path(__file__).with_name("host") / "install_cell.py"
+    spec = importlib.util.spec_from_file_location("_volunteer_kit_install_cell", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_cell = _load_install_cell()
 
 
 class SetupError(OSError):
@@ -56,21 +63,21 @@ def set_up(purposes: Sequence[str] = (), *, say: Callable[[str], None] = print) 
         there = ", ".join(f"{name_of(line)} {packages.version_of(name_of(line)) or ''}".strip() for line in UPSTREAM)
         say(f"Nothing to do: all packages are there, {there} among them.")
         return False
-    before = _versions()
+    before = _cell.installed_versions()
     say(f"Installing into {place()}: {', '.join(lack.line for lack in lacks)}")
     listed = [_fitting(lack) for lack in lacks if not lack.is_upstream]
     if listed:
         _install_listed(listed, before, say)
     if any(lack.is_upstream for lack in lacks):
         _pip("--no-deps", *UPSTREAM)  # both: it is one line, and the one that is there already costs nothing
-    _look_again()
+    _cell.add_user_folder()  # this process began before the packages were there
     if left := packages.lacking(*wanted, strict=True):
         raise SetupError(
             f"pip has ended without an error, and this Python still lacks {', '.join(lack.line for lack in left)}.\n"
             f"1. See where pip installs: {_quoted(*_command(), '--version')}\n"
             f"2. Start the kit with that Python; this one is {sys.executable}"
         )
-    _tell_changes(before, _versions(), say)
+    _tell_changes(before, _cell.installed_versions(), say)
     return True
 
 
@@ -96,7 +103,8 @@ def why_in_words(output: str, lines: Sequence[str], options: Sequence[str] = (),
     :param lines: that it was to install
     :param again: the command to give once more
     """
-    if any(sign in output for sign in EXTERNALLY_MANAGED):
+    reason = _cell.reason_of(output)
+    if reason == "managed":
         return (
             f"{sys.executable} belongs to the system, which lets pip change nothing in it (PEP 668).\n"
             "1. Make an environment of the kit's own: python3 -m venv ~/volunteer-kit\n"
@@ -104,16 +112,16 @@ def why_in_words(output: str, lines: Sequence[str], options: Sequence[str] = (),
             f"3. There: ~/volunteer-kit/bin/{again}\n"
             f"Or, at the risk of the system's own programs: PIP_BREAK_SYSTEM_PACKAGES=1 {again}"
         )
-    if "No space left" in output:
+    if reason == "full":
         return f"The disk is full.\n1. Make room: df -h {sysconfig.get_path('purelib')}\n2. Again: {again}"
-    if "Permission denied" in output or "[Errno 13]" in output:
+    if reason == "denied":
         return (
             f"{sysconfig.get_path('purelib')} cannot be written by this user.\n"
             "1. Make an environment of your own: python3 -m venv ~/volunteer-kit\n"
             "2. Install the kit in it, by the line that you used, with ~/volunteer-kit/bin/python -m pip install ...\n"
             f"3. There: ~/volunteer-kit/bin/{again}"
         )
-    if any(sign in output for sign in UNREACHABLE):
+    if reason in ("offline", "absent"):
         download = _quoted("python", "-m", "pip", "download", *options, "-d", "packages", *lines)
         return (
             "No package index could be reached, or it does not have what is needed.\n"
@@ -121,6 +129,13 @@ def why_in_words(output: str, lines: Sequence[str], options: Sequence[str] = (),
             "again.\n"
             f"2. Without a network: on a machine that has one, and the same system and Python {_python()}:\n"
             f"   {download}\n   Bring the folder here, then: PIP_NO_INDEX=1 PIP_FIND_LINKS=packages {again}"
+        )
+    if reason == "unreadable":
+        folders = ", ".join(_cell.unreadable_folders())
+        return (
+            f"This pip cannot read the metadata of an installed package, since it is not UTF-8: {folders}\n"
+            "1. Remove that folder, or install the package that it belongs to again by the way it came.\n"
+            f"2. Again: {again}"
         )
     end = "\n".join(f"  | {line[:200]}" for line in output.strip().splitlines()[-SHOWN:])
     return f"pip could not install {', '.join(lines)}. It said at the end:\n{end}\n1. Mend that, and again: {again}"
@@ -140,14 +155,14 @@ def _fitting(lack: Lack) -> str:
 def _install_listed(lines: Sequence[str], before: dict[str, str], say: Callable[[str], None]) -> None:
     """With all that is there as it is; where that cannot be, with torch and numpy as they are."""
     wrong = {name_of(line) for line in lines}
-    kept = [f"{name}=={version}" for name, version in before.items() if name not in wrong]
+    kept = _cell.constraint_lines({name: version for name, version in before.items() if name not in wrong})
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text("\n".join(kept))
         try:
             _pip("-c", str(constraints), *lines)
         except SetupError as error:
-            if not any(sign in error.output for sign in CONFLICT):
+            if _cell.reason_of(error.output) != "conflict":
                 raise
             few = [line for line in kept if name_of(line) in ("torch", "numpy")]
             constraints.write_text("\n".join(few))
@@ -156,17 +171,24 @@ def _install_listed(lines: Sequence[str], before: dict[str, str], say: Callable[
 
 
 def _pip(*arguments: str) -> None:
-    """Raises SetupError, in words."""
-    command = [*_command(), *arguments]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    if done.returncode:
+    """Raises SetupError, in words. An interrupt ends pip, which gets time to clean up, and is raised again."""
+    process, is_pressed = _cell.start(
+        [*_command(), *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", env=_cell.pip_environment(), start_new_session=True,
+    )  # fmt: skip
+    with process:
+        try:
+            if is_pressed:
+                raise KeyboardInterrupt
+            output, _ = process.communicate()
+        finally:
+            _cell.stop(process)
+    if process.returncode:
         options = [word for word in arguments if word == "--no-deps"]
         lines = [word for word in arguments if re.match(r"[A-Za-z0-9]", word)]
         words = sys.argv[1:] if sys.argv[1:2] == ["setup"] else ["setup"]
-        error = SetupError(why_in_words(done.stdout, lines, options, _quoted(KIT, *words)))
-        error.output = done.stdout
+        error = SetupError(why_in_words(output, lines, options, _quoted(KIT, *words)))
+        error.output = output
         raise error
 
 
@@ -184,23 +206,6 @@ def _command() -> list[str]:
         f"2. Where pipx made the environment: pipx inject {KIT} --pip-args=--no-deps {' '.join(UPSTREAM)}\n"
         f"3. Then again: {KIT} setup"
     )
-
-
-def _look_again() -> None:
-    """This process began before the packages were there; a user's own folder may be new altogether."""
-    if site.ENABLE_USER_SITE:
-        site.addsitedir(site.getusersitepackages())
-    importlib.invalidate_caches()
-
-
-def _versions() -> dict[str, str]:
-    """Of all packages that pip could be asked to keep."""
-    found = {}
-    for distribution in importlib.metadata.distributions():
-        name, version = distribution.metadata["Name"], distribution.version
-        if name and version and re.fullmatch(r"[0-9][A-Za-z0-9.!+_-]*", version):
-            found.setdefault(name_of(name), version)
-    return found
 
 
 def _tell_changes(before: dict[str, str], after: dict[str, str], say: Callable[[str], None]) -> None:

@@ -8,9 +8,11 @@ VERSION = ""
 # ruff: noqa: E402
 
 import hashlib
+import http.client
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import re
@@ -23,16 +25,25 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import urllib.error
 import urllib.parse
 import urllib.request
+import zipfile
 from pathlib import Path
 
 KIT = "volunteer-kit"
 PINNED = ("dalle-pytorch==1.6.6", "taming-transformers-rom1504==0.0.6")  # --no-deps: their own lists do not install
 MAX_WHEEL = 64 * 2**20  # bytes
-RESOLVE_SECONDS = 900  # pip goes through old releases one by one where nothing fits
+RESOLVE_SECONDS = 900  # of search alone: pip goes through old releases one by one where nothing fits
+STOP_SECONDS = 10  # pip gets these to put back what it was replacing
 MAX_TRIES = 8  # packages that are pinned again one by one after a conflict
+MEMORY = "_volunteer_kit_restart"  # entry of sys.modules: it lives as long as the kernel, and longer than this cell
+# Settings of pip that send packages elsewhere, leave some out, or silence the log, each the variable of an option.
+NOT_FOR_PIP = (
+    "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "PIP_REQUIRE_HASHES", "PIP_DRY_RUN", "PIP_NO_DEPS",
+    "PIP_NO_DEPENDENCIES", "PIP_IGNORE_INSTALLED", "PIP_QUIET",
+)  # fmt: skip
 
 
 class NotInstalled(Exception):
@@ -48,7 +59,10 @@ def install(urls, sha256, version, extras=()):
     Raises NotInstalled, with what to do, and where the kernel has to start again.
     """
     require_platform()
+    add_user_folder()
     if installed_hash() == sha256 and not missing(requirements_of_kit(), extras):
+        require_restart()
+        require_found_by_import()
         print(f"volunteer_kit {version} of this run is installed already: run the next cell.")
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -58,53 +72,63 @@ def install(urls, sha256, version, extras=()):
             print(f"volunteer_kit {old} is here; this run uses another build ({version}), which takes its place.")
         target = wheel.as_uri() + "#sha256=" + sha256
         named = "[{}]".format(",".join(extras)) if extras else ""
-        run = Installation(Path(folder))
-        run.install([f"{KIT}{named} @ {target}"])
-        if installed_hash() != sha256:  # pip keeps another build of the same version
-            run.pip(["install", "--no-deps", "--force-reinstall", target], "the host's build")
-        run.finish(was_loaded="volunteer_kit" in sys.modules)
+        with Installation(Path(folder)) as run:
+            run.install([f"{KIT}{named} @ {target}"])
+            notice_what_is_new()
+            if installed_hash() != sha256:  # pip keeps another build of the same version
+                run.pip(["install", "--no-deps", "--force-reinstall", target], "the host's build")
+                notice_what_is_new()
+            if installed_hash() != sha256:
+                raise NotInstalled(ELSEWHERE.format(installed=kit_folder() or "another folder", found=import_folder()))
+            require_found_by_import()
+            run.finish()
 
 
 def prepare(checkout=None, extras=()):
     """Install a checkout, editable; without one, what an installed kit still lacks. Nothing if nothing is missing."""
     require_platform()
-    spec = importlib.util.find_spec("volunteer_kit")
-    places = [Path(place).resolve() for place in (spec.submodule_search_locations if spec else None) or []]
-    is_there = bool(places) if checkout is None else Path(checkout, "volunteer_kit").resolve() in places
+    add_user_folder()
+    wanted = None if checkout is None else Path(checkout).resolve()
+    is_there = import_folder() is not None if wanted is None else import_folder() == wanted
     lacks = missing(requirements_of_kit(), extras) if is_there else []
     if not is_there or lacks:
         named = "[{}]".format(",".join(extras)) if extras else ""
-        with tempfile.TemporaryDirectory() as folder:
-            run = Installation(Path(folder))
-            pinned = {text for text in lacks if text in PINNED}
+        pinned = {text for text in lacks if text in PINNED}
+        with tempfile.TemporaryDirectory() as folder, Installation(Path(folder)) as run:
             run.install(sorted(set(lacks) - pinned) if is_there else ["-e", str(checkout) + named])
-            run.finish(was_loaded=False)
+            notice_what_is_new(wanted)
+            if wanted is not None and import_folder() != wanted:
+                raise NotInstalled(ELSEWHERE.format(installed=wanted, found=import_folder()))
+            run.finish()
         return
+    require_restart()
     print("volunteer_kit {} is ready: run the next cell.".format(installed_version(KIT) or "of this checkout"))
 
 
 class Installation:
-    """One or more calls of pip, with what was installed before as constraints; `folder` holds its files."""
+    """One or more calls of pip, with what was installed before as constraints; `folder` holds its files.
+
+    Left in any way, it remembers for the kernel which of the replaced packages have been imported.
+    """
 
     def __init__(self, folder):
+        if importlib.util.find_spec("pip") is None:
+            raise NotInstalled(NO_PIP.format(python=sys.executable))
         self.folder, self.began = folder, time.monotonic()
-        self.before, self.unpinned = installed_versions(), set()
-        try:
-            from pip._vendor.packaging.version import InvalidVersion, Version
-        except ImportError:
-            raise NotInstalled(NO_PIP.format(python=sys.executable)) from None
-        for name, found in self.before.items():
-            try:
-                Version(found)
-            except (InvalidVersion, TypeError):
-                self.unpinned.add(name)  # such as 2.2.6-ubuntu; pip would refuse the whole list for it
+        self.before, self.kit_before = installed_versions(), kit_state()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.remember()
 
     def install(self, requirements):
         """Install `requirements` beside all that is here; then what has to be installed without its requirements."""
         if requirements:
             log = self.attempt(requirements, set())
             if log is not None:
-                if re.search(NO_FALLBACK, log):
+                if reason_of(log) in NO_FALLBACK:
                     raise NotInstalled(explained(log))
                 loose = self.least_changes(requirements)
                 log = self.attempt(requirements, loose)
@@ -117,8 +141,8 @@ class Installation:
     def attempt(self, requirements, loose, *options):
         """pip's log if it failed, None if it did not."""
         constraints = self.folder / "constraints.txt"
-        lines = [f"{n}=={v}" for n, v in sorted(self.before.items()) if n not in loose | self.unpinned]
-        constraints.write_text("".join(line + "\n" for line in lines))
+        kept = {name: version for name, version in self.before.items() if name not in loose}
+        constraints.write_text("".join(line + "\n" for line in constraint_lines(kept)))
         arguments = ["install", "--prefer-binary", *options, "-c", str(constraints), *requirements]
         words = "looking for versions that fit" if options else "the kit, beside what is here"
         code, log = run_pip(arguments, words, self.folder, self.began)
@@ -136,8 +160,13 @@ class Installation:
             raise NotInstalled(explained(log))
         loose = self.changes_in(report)
         for name in sorted(loose, key=importance)[:MAX_TRIES]:
-            if name in loose and self.attempt(requirements, loose - {name}, *dry) is None:
+            if name not in loose:
+                continue
+            log = self.attempt(requirements, loose - {name}, *dry)
+            if log is None:
                 loose = (loose - {name}) & self.changes_in(report)
+            elif reason_of(log) in NO_FALLBACK:
+                break  # such as the time-out: the next search would take as long
         return loose
 
     def changes_in(self, report):
@@ -151,23 +180,76 @@ class Installation:
         if code:
             raise NotInstalled(explained(log))
 
-    def finish(self, was_loaded):
-        """Say what is there now. Raises NotInstalled where the kernel holds what has been replaced."""
-        notice_what_is_new()
+    def changes(self):
+        """{name: (old version, new one or None)} of what was here before."""
         after = installed_versions()
-        changed = {name: (old, after.get(name)) for name, old in self.before.items() if after.get(name) != old}
-        kept = len(self.before) - len(changed)
+        return {name: (old, after.get(name)) for name, old in self.before.items() if after.get(name) != old}
+
+    def remember(self):
+        """Add what this kernel has imported of what was replaced to its memory. Returns changes()."""
+        changed = self.changes()
+        stale = {name for name in changed if set(modules_of(name)) & set(sys.modules)}
+        if "volunteer_kit" in sys.modules and kit_state() != self.kit_before:
+            stale.add("volunteer_kit")
+        if stale:
+            memory = sys.modules.setdefault(MEMORY, types.ModuleType(MEMORY))
+            memory.stale = sorted(stale | set(getattr(memory, "stale", ())))
+        return changed
+
+    def finish(self):
+        """Say what is there now. Raises NotInstalled where the kernel holds what has been replaced."""
+        changed = self.remember()
         print("\rInstalled in {:.0f} s.{}".format(time.monotonic() - self.began, " " * 60))
         if changed:
             print("Changed, since the kit needs other versions:")
             for name, (old, new) in sorted(changed.items()):
                 print("    {}  {} -> {}".format(name, old, new or "removed"))
-        print(f"{kept} packages that were here stay as they were.")
-        loaded = sorted(name for name in changed if set(modules_of(name)) & set(sys.modules))
-        if was_loaded or loaded:
-            what = ", ".join(["volunteer_kit"] * was_loaded + loaded)
-            raise NotInstalled(RESTART.format(what=what))
+        print(f"{len(self.before) - len(changed)} packages that were here stay as they were.")
+        require_restart()
         print(f"volunteer_kit {installed_version(KIT)} is ready: run the next cell.")
+
+
+def require_restart():
+    """Raises NotInstalled if an earlier cell of this kernel, or this one, replaced what the kernel has imported."""
+    stale = getattr(sys.modules.get(MEMORY), "stale", ())
+    if stale:
+        raise NotInstalled(RESTART.format(what=", ".join(stale)))
+
+
+class SearchTime:
+    """Seconds for which pip has searched for versions; downloads, builds and the installation do not count."""
+
+    def __init__(self):
+        self.seconds, self.last = 0.0, None
+
+    def add(self, log, now):
+        """:param log: pip's, so far. :param now: a clock in s. Returns the seconds."""
+        if self.last is not None and not is_working(log):
+            self.seconds += now - self.last
+        self.last = now
+        return self.seconds
+
+
+def is_working(log):
+    """Whether the last line of pip's log begins a download, a build or the installation, and does not end it."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last = next((line for line in reversed(lines) if not line.startswith(("WARNING:", "INFO:", "DEPRECATION:"))), "")
+    return re.match(AT_WORK, last) is not None and ": finished with status" not in last
+
+
+# A download of mere metadata belongs to the search.
+AT_WORK = (
+    r"Downloading (?!\S+\.metadata\b)|Resuming download|Installing |Building |Preparing metadata|Getting requirements"
+    r"|Running |Attempting uninstall|Found existing|Uninstalling|Successfully |Obtaining |Cloning "
+)
+
+
+def pip_environment():
+    """The environment for pip: without settings that lead it away from this Python's own packages."""
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_FOR_PIP}
+    if sys.prefix != sys.base_prefix:
+        kept["PIP_USER"] = "0"  # a virtual environment does not import a user's own packages
+    return kept
 
 
 def run_pip(arguments, words, folder, began):
@@ -175,18 +257,18 @@ def run_pip(arguments, words, folder, began):
     log = folder / "pip.log"
     settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_ROOT_USER_ACTION": "ignore",
                 "PIP_PROGRESS_BAR": "off", "PYTHONWARNINGS": "ignore"}  # fmt: skip
-    process = None
+    process, search = None, SearchTime()
     try:
         with log.open("wb") as file:
             process, is_pressed = start(
                 [sys.executable, "-m", "pip", *arguments], stdin=subprocess.DEVNULL, stdout=file,
-                stderr=subprocess.STDOUT, cwd=str(folder), env=dict(os.environ, **settings), start_new_session=True,
+                stderr=subprocess.STDOUT, cwd=str(folder), env={**pip_environment(), **settings},
+                start_new_session=True,
             )  # fmt: skip
         if is_pressed:
             raise KeyboardInterrupt
-        started = time.monotonic()
         while process.poll() is None:
-            if time.monotonic() - started > RESOLVE_SECONDS:
+            if search.add(read(log), time.monotonic()) > RESOLVE_SECONDS:
                 raise TimeoutError
             line = f"Installing {words}: {time.monotonic() - began:.0f} s"
             print("\r" + (line + now_reading(log))[:96].ljust(96), end="", flush=True)
@@ -197,12 +279,28 @@ def run_pip(arguments, words, folder, began):
     except KeyboardInterrupt:
         raise NotInstalled("\nStopped. Run this cell again to install.") from None
     except TimeoutError:
-        return 1, read(log) + f"\nresolution-too-deep: pip was stopped after {RESOLVE_SECONDS} s"
+        stop(process)
+        return 1, read(log) + f"\n{SEARCH_STOPPED} after {RESOLVE_SECONDS} s"
     finally:
-        if process is not None and process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process is not None:
+            stop(process)
     return process.returncode, read(log)
+
+
+def stop(process):
+    """End pip and all that it started, if it runs. pip cleans up after SIGINT; SIGKILL would leave half a package."""
+    if process.poll() is not None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(STOP_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt, ProcessLookupError):
+        pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # pip itself, or what it has left behind
+    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group whose members have all ended
+        pass
+    process.wait()
 
 
 def start(command, **settings):
@@ -228,27 +326,57 @@ def now_reading(log):
 
 
 def download(urls, sha256):
-    """The bytes of the wheel from the first address that has the right ones. Raises NotInstalled."""
-    replaced, silent = [], []
-    for url in urls:
+    """The bytes of the wheel from the first address that has the right ones; the host's own comes first.
+
+    Raises NotInstalled.
+    """
+    replaced, spoiled, silent = [], [], []
+    for is_own, url in [(number == 0, url) for number, url in enumerate(urls)]:
         host = urllib.parse.urlsplit(url).netloc
         try:
-            request = urllib.request.Request(url, headers={"User-Agent": "volunteer-kit-install"})
-            with urllib.request.urlopen(request, timeout=60, context=certificates()) as answer:
-                data = answer.read(MAX_WHEEL + 1)
+            try:
+                data = fetch(url)
+            except BrokenOff:
+                data = fetch(url)
+        except BrokenOff as error:
+            spoiled.append(f"{host}: {error}")
         except urllib.error.HTTPError as error:
-            (replaced if error.code in (404, 410) else silent).append(f"{host}: HTTP {error.code}")
-        except (OSError, ValueError) as error:
+            (replaced if is_own and error.code in (404, 410) else silent).append(f"{host}: HTTP {error.code}")
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             is_unknown = isinstance(reason, socket.gaierror)
-            silent.append("{}: {}".format(host, "no such name, or no internet" if is_unknown else reason))
+            silent.append("{}: {}".format(host, "no such name, or no internet" if is_unknown else str(reason).strip()))
         else:
             if hashlib.sha256(data).hexdigest() == sha256:
                 return data
-            replaced.append(f"{host}: another build")
-    if replaced:
-        raise NotInstalled(NEWER.format(seen="; ".join(replaced + silent)))
-    raise NotInstalled(UNREACHED.format(seen="; ".join(silent) or "no address is given"))
+            if not data.startswith(b"PK"):
+                spoiled.append(f"{host}: not a wheel; a login page?")
+            elif len(data) > MAX_WHEEL:
+                spoiled.append(f"{host}: more than {MAX_WHEEL >> 20} MiB")
+            else:
+                (replaced if is_own else spoiled).append(f"{host}: another build")
+    words = NEWER if replaced else SPOILED if spoiled else UNREACHED
+    raise NotInstalled(words.format(seen="; ".join(replaced + spoiled + silent) or "no address is given"))
+
+
+class BrokenOff(Exception):
+    """An answer began and did not arrive whole."""
+
+
+def fetch(url):
+    """At most MAX_WHEEL + 1 bytes of an answer. Raises BrokenOff, OSError, ValueError or HTTPException."""
+    request = urllib.request.Request(url, headers={"User-Agent": "volunteer-kit-install"})
+    with urllib.request.urlopen(request, timeout=60, context=certificates()) as answer:
+        try:
+            data = answer.read(MAX_WHEEL + 1)
+        except (http.client.HTTPException, ConnectionError, TimeoutError):
+            raise BrokenOff("the download was broken off") from None
+        whole = answer.headers.get("Content-Length") or ""
+    if whole.isdigit() and len(data) < min(int(whole), MAX_WHEEL + 1):
+        raise BrokenOff(f"the download was broken off after {len(data)} of {whole} bytes")
+    if data.startswith(b"PK") and len(data) <= MAX_WHEEL and not zipfile.is_zipfile(io.BytesIO(data)):
+        raise BrokenOff("the download was broken off")
+    return data
 
 
 def certificates():
@@ -263,32 +391,115 @@ def certificates():
     return context
 
 
-def notice_what_is_new():
-    """For this process: a user's own folder that was made just now, and an editable checkout's .pth file."""
+def add_user_folder():
+    """Let this process import a user's own packages if their folder was made after the process began.
+
+    They come before the platform's, as in a new kernel: an older kit may lie there.
+    """
+    folder = site.getusersitepackages()
+    if site.ENABLE_USER_SITE and os.path.isdir(folder) and folder not in sys.path:
+        before = list(sys.path)
+        site.addsitedir(folder)
+        new = [place for place in sys.path if place not in before]
+        theirs = [before.index(place) for place in site.getsitepackages() if place in before]
+        at = min(theirs, default=len(before))
+        sys.path[:] = before[:at] + new + before[at:]
     importlib.invalidate_caches()
-    if importlib.util.find_spec("volunteer_kit") is None:
+
+
+def notice_what_is_new(wanted=None):
+    """For this process: a user's own folder that was made just now, and the .pth file of an editable checkout."""
+    add_user_folder()
+    found = import_folder()
+    if found is None or (wanted is not None and found != wanted):
         for folder in [*site.getsitepackages(), site.getusersitepackages()]:
             if os.path.isdir(folder):
                 site.addsitedir(folder)
         importlib.invalidate_caches()
 
 
+def import_folder():
+    """The folder that `import volunteer_kit` finds the kit in, in a new kernel, too; None if it finds none."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec("volunteer_kit", None) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            places = list(spec.submodule_search_locations or [])
+            return Path(places[0]).parent.resolve() if places else None
+    return None
+
+
+def kit_folder():
+    """The folder of the kit that pip would list; None if it would list none."""
+    try:
+        return Path(str(importlib.metadata.distribution(KIT).locate_file(""))).resolve()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def kit_state():
+    """Another value once the kit has been replaced."""
+    return installed_version(KIT), installed_hash(), import_folder()
+
+
+def require_found_by_import():
+    """Raises NotInstalled if another kit hides the one that pip has installed."""
+    if import_folder() != kit_folder():
+        raise NotInstalled(ELSEWHERE.format(installed=kit_folder(), found=import_folder()))
+
+
 def installed_versions():
-    """{name: version} of all that pip sees, the first of each name; without the kit, which is to change."""
+    """{name: version} of all that Python finds; without the kit, which is to change.
+
+    Half-removed packages do not count (folders such as `~orch-1.0.dist-info`), nor those whose metadata is unreadable.
+    """
     found = {}
     here = [place for place in sys.path if place not in ("", os.getcwd())]
     for distribution in importlib.metadata.distributions(path=here):
-        name = distribution.metadata["Name"]  # None where an uninstall has left half of a folder
-        if name and re.match(r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", name):
-            found.setdefault(canonical(name), distribution.version)
+        try:
+            name = distribution.metadata["Name"]  # None where an uninstall has left half of a folder
+            if not name or not re.match(r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", name):
+                continue
+            if canonical(name) in found:
+                continue
+            first = next(iter(importlib.metadata.distributions(name=name, path=here)), None)  # none for `~orch`
+            version = first.version if first is not None else None
+        except UnicodeDecodeError:
+            continue
+        if version:
+            found[canonical(name)] = version
     found.pop(KIT, None)
     return found
+
+
+def unreadable_folders():
+    """The metadata folders that cannot be read as UTF-8."""
+    found = []
+    for distribution in importlib.metadata.distributions():
+        try:
+            distribution.metadata["Name"]
+        except UnicodeDecodeError:
+            found.append(str(getattr(distribution, "_path", "") or distribution.locate_file("")))
+    return found
+
+
+def constraint_lines(versions):
+    """`name==version` of each whose version pip understands; for one as 2.2.6-ubuntu it would refuse the whole list."""
+    _, Version = packaging_classes()
+    lines = []
+    for name, version in sorted(versions.items()):
+        try:
+            if Version is not None:
+                Version(version)
+        except (ValueError, TypeError):
+            continue
+        lines.append(f"{name}=={version}")
+    return lines
 
 
 def installed_version(name):
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, UnicodeDecodeError):
         return None
 
 
@@ -313,7 +524,7 @@ def requirements_of_kit():
 
 def missing(lines, extras):
     """Those of the requirements, of the kit and its extras, that nothing installed fulfils."""
-    Requirement = requirement_class()
+    Requirement, _ = packaging_classes()
     found = []
     for asked in map(Requirement, lines) if Requirement else ():
         if asked.marker and not any(asked.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
@@ -325,14 +536,15 @@ def missing(lines, extras):
     return found
 
 
-def requirement_class():
-    """Of packaging, which pip brings along; None without both."""
-    for place in ("pip._vendor.packaging.requirements", "packaging.requirements"):
+def packaging_classes():
+    """(Requirement, Version) of packaging, which pip brings along; (None, None) without both."""
+    for place in ("pip._vendor.packaging", "packaging"):
         try:
-            return importlib.import_module(place).Requirement
+            requirements = importlib.import_module(place + ".requirements")
+            return requirements.Requirement, importlib.import_module(place + ".version").Version
         except ImportError:
             pass
-    return None
+    return None, None
 
 
 def canonical(name):
@@ -343,7 +555,7 @@ def modules_of(name):
     """Top-level modules of an installed package."""
     try:
         files = importlib.metadata.distribution(name).files or []
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, UnicodeDecodeError):
         return [name.replace("-", "_")]
     return {re.sub(r"\.(py|so)$", "", file.parts[0]).partition(".")[0] for file in files if file.parts}
 
@@ -362,10 +574,27 @@ def require_platform():
         raise NotInstalled(WINDOWS)
 
 
+def reason_of(log):
+    """A key of WORDS: the cause of pip's (or uv's) failure; "" if it is none of them.
+
+    pip warns of each try that it repeats, and most of those succeed. So its errors decide; warnings tell only why a
+    package could not be found.
+    """
+    lines = [line for line in log.splitlines() if not re.match(r"\s*WARNING:", line)]
+    first = next((number for number, line in enumerate(lines) if re.match(r"\s*error:", line, re.I)), None)
+    errors = "\n".join(lines[first:] if first is not None else lines)
+    for key, pattern in REASONS:
+        if re.search(pattern, log if key == "offline" else errors):
+            return key
+    return ""
+
+
 def explained(log):
     """The meaning of pip's log in words, with its last lines."""
-    words = next((words for pattern, words in REASONS if re.search(pattern, log)), OTHER)
     lines = [line for line in log.splitlines() if line.strip()][-8:]
+    words = WORDS.get(reason_of(log), OTHER)
+    if words == UNREADABLE:
+        words = UNREADABLE.format(folders=", ".join(unreadable_folders()))
     return "\nThe kit could not be installed. {}\n\npip's last lines:\n{}".format(
         words, "\n".join("    " + line[:200] for line in lines)
     )
@@ -394,19 +623,40 @@ OTHER = (
     "1. Run this cell again; an index is sometimes away for a minute.\n"
     "2. If it stays so, send these lines to the run's host."
 )
-_NET = (
-    r"Temporary failure in name resolution|Name or service not known|nodename nor servname|Network is unreachable"
-    r"|NewConnectionError|NameResolutionError|ConnectTimeoutError|Max retries exceeded|Could not fetch URL"
+TOO_LONG = (
+    f"pip searched for versions that fit for {RESOLVE_SECONDS // 60} minutes, and found none.\n"
+    "1. Choose the platform's newest runtime, or make an empty environment: python3 -m venv ~/volunteer\n"
+    "2. Run this cell there: pip has fewer versions to compare."
 )
+UNREADABLE = (
+    "This pip cannot read the metadata of an installed package, since it is not UTF-8: {folders}\n"
+    "1. Remove that folder, or install the package that it belongs to again by the way it came.\n"
+    "2. Run this cell again."
+)
+SEARCH_STOPPED = "The search for versions was stopped"
+WORDS = {
+    "too long": TOO_LONG, "full": FULL, "managed": MANAGED, "denied": DENIED, "old pip": OLD_PIP,
+    "conflict": CONFLICT, "offline": OFFLINE, "absent": CONFLICT,
+    "unreadable": UNREADABLE,
+}  # fmt: skip
+# In this order: a conflict is no matter of the network, and a package that is not found may be one.
 REASONS = (
-    (r"No space left on device|Errno 28\b|Disk quota exceeded", FULL),
-    (r"externally-managed-environment", MANAGED),
-    (_NET, OFFLINE),
-    (r"Permission denied|Errno 13\b|Read-only file system", DENIED),
-    (r"no such option: --(dry-run|report)", OLD_PIP),
-    (r"ResolutionImpossible|resolution-too-deep|No matching distribution found|conflicting dependencies", CONFLICT),
-)
-NO_FALLBACK = "|".join(pattern for pattern, words in REASONS if words in (FULL, MANAGED, OFFLINE, DENIED))
+    ("too long", SEARCH_STOPPED),
+    ("full", r"No space left|Errno 28\b|Disk quota exceeded"),
+    ("managed", r"externally-managed-environment|externally managed"),
+    ("old pip", r"no such option: --(dry-run|report)"),
+    ("unreadable", r"UnicodeDecodeError"),
+    ("conflict", r"ResolutionImpossible|resolution-too-deep|conflicting dependencies|No solution found"),
+    ("denied", r"Permission denied|Errno 13\b|Read-only file system"),
+    ("offline", r"Temporary failure in name resolution|Name or service not known|nodename nor servname"
+                r"|Network is unreachable|No route to host|Connection refused|Connection reset|Connection aborted"
+                r"|Failed to establish a new connection|NewConnectionError|NameResolutionError|ConnectTimeoutError"
+                r"|ReadTimeoutError|Read timed out|ProxyError|SSLError|SSLCertVerificationError|IncompleteRead"
+                r"|RemoteDisconnected|ConnectionResetError|Max retries exceeded|Could not fetch URL|Failed to fetch"
+                r"|error sending request"),
+    ("absent", r"No matching distribution found"),
+)  # fmt: skip
+NO_FALLBACK = ("too long", "unreadable", "full", "managed", "offline", "denied")
 NO_PIP = "There is no pip for {python}.\n1. In a terminal: {python} -m ensurepip --upgrade\n2. Run this cell again."
 NEWER = (
     "The host has a newer version of the kit than this notebook ({seen}).\n"
@@ -418,6 +668,20 @@ UNREACHED = (
     '1. Is the internet on? On Kaggle: Settings > "Internet on" (it needs an account with a verified phone number).\n'
     "2. Is the run still going? Its host knows.\n"
     "3. Then run this cell again."
+)
+SPOILED = (
+    "The kit's file did not arrive ({seen}).\n"
+    "1. Does this network ask for a login? Open any web page, and log in there. Behind a proxy, set HTTPS_PROXY.\n"
+    "2. Run this cell again.\n"
+    "3. If it stays so, open the run's link again, or send these lines to the run's host."
+)
+ELSEWHERE = (
+    "pip has ended without an error, and this kernel would not use the kit that it installed.\n"
+    "    installed: {installed}\n"
+    "    found by import: {found}\n"
+    "1. Is there another volunteer_kit in the second folder? Remove it: delete it, or open the notebook elsewhere.\n"
+    "2. Does pip's configuration send packages elsewhere (target, prefix, user)? See: %pip config list\n"
+    "3. Restart the kernel and run this cell again."
 )
 RESTART = (
     "Installed, but this kernel still holds the old {what}.\n"
