@@ -371,6 +371,32 @@ def test_a_pip_that_is_stopped_gets_time_to_clean_up(tmp_path, through):
     assert cleaned.exists()
 
 
+def test_a_pip_that_replaces_files_may_end(tmp_path):
+    """Real pips do not put a package back that they have removed when an interrupt comes."""
+    stub, go, replaced = tmp_path / "stub", tmp_path / "go", tmp_path / "replaced"
+    (stub / "pip").mkdir(parents=True)
+    (stub / "pip/__init__.py").touch()
+    (stub / "pip/__main__.py").write_text(
+        "import time\nfrom pathlib import Path\nprint('Installing collected packages: torch', flush=True)\n"
+        f"while not Path({str(go)!r}).exists(): time.sleep(0.05)\nPath({str(replaced)!r}).touch()\n"
+    )
+    call = (
+        "from pathlib import Path; from volunteer_kit.host.install_cell import run_pip; "
+        f"run_pip(['install'], 'x', Path({str(tmp_path)!r}), 0)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": f"{stub}:{CELL.parents[2]}"}, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as cell:  # fmt: skip
+        log = tmp_path / "pip.log"
+        wait_until(lambda: log.exists() and "Installing" in log.read_text(), 60)
+        cell.send_signal(signal.SIGINT)
+        wait_until(lambda: "is replacing files" in cell.stdout.readline(), 60)
+        go.touch()
+        said, _ = cell.communicate(timeout=60)
+    assert replaced.exists() and "Stopped. Run this cell again" in said
+
+
 # --- a kernel that holds old modules ---
 
 TWICE = """

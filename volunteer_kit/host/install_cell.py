@@ -36,7 +36,8 @@ KIT = "volunteer-kit"
 PINNED = ("dalle-pytorch==1.6.6", "taming-transformers-rom1504==0.0.6")  # --no-deps: their own lists do not install
 MAX_WHEEL = 64 * 2**20  # bytes
 RESOLVE_SECONDS = 900  # of search alone: pip goes through old releases one by one where nothing fits
-STOP_SECONDS = 10  # pip gets these to put back what it was replacing
+STOP_SECONDS = 10  # pip gets these to clean up
+FILES_SECONDS = 120  # and these to end what it does in site-packages; a second press of the stop button cuts them short
 MAX_TRIES = 8  # packages that are pinned again one by one after a conflict
 MEMORY = "_volunteer_kit_restart"  # entry of sys.modules: it lives as long as the kernel, and longer than this cell
 # Settings of pip that send packages elsewhere, leave some out, or silence the log, each the variable of an option.
@@ -277,6 +278,8 @@ def run_pip(arguments, words, folder, began):
             except subprocess.TimeoutExpired:
                 pass
     except KeyboardInterrupt:
+        if process is not None and "Installing collected packages" in read(log):
+            let_end(process)
         raise NotInstalled("\nStopped. Run this cell again to install.") from None
     except TimeoutError:
         stop(process)
@@ -287,8 +290,18 @@ def run_pip(arguments, words, folder, began):
     return process.returncode, read(log)
 
 
+def let_end(process):
+    """Wait while pip replaces files: interrupted there, it has removed a package's old version and half of the new one
+    is there."""
+    print("\npip is replacing files; stopped now, it would leave packages broken. Waiting for its end.", flush=True)
+    try:
+        process.wait(FILES_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        pass
+
+
 def stop(process):
-    """End pip and all that it started, if it runs. pip cleans up after SIGINT; SIGKILL would leave half a package."""
+    """End pip and all that it started, if it runs. It cleans up after SIGINT, and gets STOP_SECONDS for that."""
     if process.poll() is not None:
         return
     try:
