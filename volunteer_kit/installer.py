@@ -171,7 +171,9 @@ def _install_listed(lines: Sequence[str], before: dict[str, str], say: Callable[
 
 
 def _pip(*arguments: str) -> None:
-    """Raises SetupError, in words. An interrupt ends pip, which gets time to clean up, and is raised again."""
+    """Raises SetupError, in words; also at an interrupt, which ends pip and gives it time to clean up."""
+    words = sys.argv[1:] if sys.argv[1:2] == ["setup"] else ["setup"]
+    again = _quoted(KIT, *words)
     process, is_pressed = _cell.start(
         [*_command(), *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", env=_cell.pip_environment(), start_new_session=True,
@@ -181,13 +183,14 @@ def _pip(*arguments: str) -> None:
             if is_pressed:
                 raise KeyboardInterrupt
             output, _ = process.communicate()
+        except KeyboardInterrupt:
+            raise SetupError(f"Stopped. To install the rest: {again}") from None
         finally:
             _cell.stop(process)
     if process.returncode:
         options = [word for word in arguments if word == "--no-deps"]
         lines = [word for word in arguments if re.match(r"[A-Za-z0-9]", word)]
-        words = sys.argv[1:] if sys.argv[1:2] == ["setup"] else ["setup"]
-        error = SetupError(why_in_words(output, lines, options, _quoted(KIT, *words)))
+        error = SetupError(why_in_words(output, lines, options, again))
         error.output = output
         raise error
 
