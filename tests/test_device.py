@@ -24,6 +24,7 @@ from volunteer_kit.device import (
     tuner_for,
     usable_cores,
     usable_memory,
+    with_batch_size,
 )
 from volunteer_kit.device.memory import CudaMemory, HostMemory
 from volunteer_kit.device.table import TPUS, row_for
@@ -206,6 +207,36 @@ def test_a_tpu_sums_the_gradients_of_what_does_not_fit_at_once(memory_gb, target
     assert (plan.batch_size, plan.parts) == (batch, parts)
     assert (f"in {parts} parts, whose gradients are summed on the device" in plan.why) == (parts > 1)
     assert plan.batch_size % plan.parts == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "batch", "parts"), [(1, 1, 1), (3, 3, 1), (4, 4, 1), (6, 4, 1), (9, 8, 2), (63, 60, 15), (64, 64, 16)]
+)
+def test_a_tpu_computes_the_size_that_somebody_chose_in_parts_that_fit(asked, batch, parts):
+    """It has no tuner that takes less when memory runs out."""
+    planned = plan_device(tpu("v5e-1", 1, 5.0), ORIGINAL, target_batch_size=96)
+    assert planned.fits == 4
+    plan = with_batch_size(planned, asked)
+    assert (plan.batch_size, plan.parts) == (batch, parts)
+    said = f"a batch of {batch}, " + ("as you chose" if batch == asked else f"not {asked}: a multiple of the 4 that")
+    assert said in plan.why
+    assert plan.why.count("in parts") == 0 and plan.why.count("whose gradients are summed") == (parts > 1)
+    assert (f"computed in {parts} parts" in plan.why) == (parts > 1)
+
+
+@pytest.mark.parametrize(("asked", "batch", "parts"), [(63, 32, 1), (64, 64, 2), (30, 24, 1), (7, 4, 1), (3, 3, 1)])
+def test_on_several_cores_it_is_a_multiple_that_they_share(asked, batch, parts):
+    planned = plan_device(tpu("v3-8", 8, 16.0), ORIGINAL)
+    assert (planned.fits, planned.count) == (4, 8)
+    plan = with_batch_size(planned, asked)
+    assert (plan.batch_size, plan.parts) == (batch, parts)
+
+
+def test_what_fits_is_more_than_what_the_swarm_wants():
+    """Only what fits cuts a size that somebody chose."""
+    planned = plan_device(tpu("v5e-1", 1, 16.0), ORIGINAL, target_batch_size=24)
+    assert planned.batch_size == 3
+    assert with_batch_size(planned, 9).batch_size == 9
 
 
 def test_a_tpu_recomputes_nothing_for_samples_that_the_swarm_does_not_want():

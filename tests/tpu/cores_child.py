@@ -58,7 +58,7 @@ def run(case: dict) -> None:
             raise RuntimeError(breaks.pop())
         return compute_loss(each, batch)
 
-    options = {key: case[key] for key in ("cores", "programs", "parts") if key in case}
+    options = {key: case[key] for key in ("cores", "programs", "fits") if key in case}
     cores = TpuCores(watched_loss, precision=case.get("precision", "fp32"), **options)
     for number in range(case["microbatches"]):
         batch = make_batch(model.config, case["batch_size"], number)

@@ -12,7 +12,7 @@ from volunteer_kit.device.cuda import has_kernels
 from volunteer_kit.device.detect import Device, detect_device
 from volunteer_kit.device.machine import usable_cores, usable_memory
 from volunteer_kit.device.memory import MemoryMeter, memory_meter
-from volunteer_kit.device.plan import MICROBATCH_SECONDS, DevicePlan, largest_batch, plan_device
+from volunteer_kit.device.plan import MICROBATCH_SECONDS, DevicePlan, largest_batch, plan_device, with_batch_size
 from volunteer_kit.device.remembered import Remembered, key_of
 from volunteer_kit.device.table import TABLE, Precision
 from volunteer_kit.device.tuner import Setting, Tuner
@@ -39,6 +39,7 @@ __all__ = [
     "tuner_for",
     "usable_cores",
     "usable_memory",
+    "with_batch_size",
 ]
 
 

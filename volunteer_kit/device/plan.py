@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from volunteer_kit.device.detect import Device
 from volunteer_kit.device.table import Precision, Row, row_for
@@ -29,6 +29,7 @@ class DevicePlan:
     devices: tuple[str, ...] = ("cpu",)  # PyTorch's names; a TPU's cores are one "xla"
     count: int = 1  # devices that share a microbatch: cards, or a TPU's cores
     parts: int = 1  # of a microbatch, one after another, whose gradients are summed on the device; more than 1 on a TPU
+    fits: int = 1  # samples that each device has room for at once, as far as the plan has to know
 
 
 def largest_batch(target_batch_size: int | None) -> int:
@@ -78,7 +79,30 @@ def plan_device(
     if device.kind == "cpu":
         reasons.append(f"{threads} thread{'s' if threads > 1 else ''}")
     why = "; ".join(reasons)
-    return DevicePlan(batch * count, row.precision, checkpointing, threads, why, warning, names, count, parts)
+    return DevicePlan(batch * count, row.precision, checkpointing, threads, why, warning, names, count, parts, part)
+
+
+def with_batch_size(plan: DevicePlan, asked: int) -> DevicePlan:
+    """A TPU's plan with a size that somebody chose, rounded down to what its cores compute evenly: a TPU has no tuner
+    that takes less when memory runs out. The reasons say so.
+
+    :param asked: samples in a microbatch, 1 or more
+    """
+    at_once = plan.fits * plan.count
+    steps = (
+        (at_once, f"{at_once} that fit at once"),
+        (plan.count, f"{plan.count} cores"),
+        (plan.fits, f"{plan.fits} that fit on a core"),
+        (1, ""),
+    )
+    step, of = next((step, of) for step, of in steps if step <= asked)
+    taken = asked // step * step
+    why = plan.why.removesuffix("; " + _parts_words(plan.parts))
+    why += f"; a batch of {taken}, " + ("as you chose" if taken == asked else f"not {asked}: a multiple of the {of}")
+    parts = max(1, taken // at_once)
+    if parts > 1:
+        why += f"; {_parts_words(parts)}"
+    return replace(plan, batch_size=taken, parts=parts, why=why)
 
 
 def _places(device: Device, peers: int) -> tuple[tuple[str, ...], int, float, list[str]]:
@@ -148,7 +172,11 @@ def _in_parts(batch: int, part: int) -> tuple[int, int, list[str]]:
     if batch <= part:
         return batch, 1, []
     parts = batch // part
-    return parts * part, parts, [f"computed in {parts} parts, whose gradients are summed on the device"]
+    return parts * part, parts, [_parts_words(parts)]
+
+
+def _parts_words(parts: int) -> str:
+    return f"computed in {parts} parts, whose gradients are summed on the device"
 
 
 def _power_of_two(limit: float) -> int:

@@ -15,6 +15,7 @@ from volunteer_kit.device import (
     memory_meter,
     plan_device,
     tuner_for,
+    with_batch_size,
 )
 from volunteer_kit.runs import RunConfig
 from volunteer_kit.session.options import compute_loss, workload
@@ -42,9 +43,7 @@ class Compute:
         """What computes in the trainer's place, where one device is not all; compiled programs are kept in `folder`.
         Raises MissingTorchXla."""
         if self.found.kind == "tpu":
-            at_once = self.plan.batch_size // self.plan.parts
-            parts = max(1, self.batch_size // at_once)  # of the size that this machine was told to take, if it was
-            return TpuCores(compute_loss, precision=self.plan.precision, programs=folder, parts=parts)
+            return TpuCores(compute_loss, precision=self.plan.precision, programs=folder, fits=self.plan.fits)
         if self.plan.count > 1:
             return Replicas(self.plan.devices, compute_loss, self.plan.precision)
         return None
@@ -73,9 +72,12 @@ def choose(run: RunConfig, spec: WorkerSpec, parameters: int, emit: Emit) -> Com
         peers_on_machine=spec.peers_on_machine,
         target_batch_size=run.target_batch_size,
     )
+    if found.kind == "tpu" and spec.batch_size:
+        plan = with_batch_size(plan, spec.batch_size)
     for problem in filter(None, (*found.problems, plan.warning)):
         emit("warning", kind="device", message=problem)
-    batch_size, threads = spec.batch_size or plan.batch_size, max(1, spec.threads or plan.threads)
+    batch_size = plan.batch_size if found.kind == "tpu" else spec.batch_size or plan.batch_size
+    threads = max(1, spec.threads or plan.threads)
     torch.set_num_threads(threads)
     emit(
         "device",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,7 +40,8 @@ class TpuCores:
     :param compute_loss: (model, batch) -> scalar mean loss; the batch's tensors are on the model's device
     :param precision: "bf16", or "fp32", several times slower; parameters and gradients are fp32 in both
     :param cores: 1 takes the first core only, None all there are (torch_xla's SPMD knows nothing between)
-    :param parts: of a microbatch, one after another; a size that they do not divide takes fewer
+    :param fits: rows that a core has room for at once; a microbatch of more is computed in equal parts, one after
+        another. None: every microbatch fits
     :param programs: a folder that keeps what was compiled, so that a process that follows this one need not wait again
     Raises MissingTorchXla.
     """
@@ -52,11 +52,11 @@ class TpuCores:
         precision: Literal["bf16", "fp32"] = "bf16",
         cores: Literal[1] | None = None,
         programs: str | Path | None = None,
-        parts: int = 1,
+        fits: int | None = None,
     ):
         require_torch_xla()
         self._compute_loss, self._precision, self._cores = compute_loss, precision, cores
-        self._programs, self._parts = programs, max(1, parts)
+        self._programs, self._fits = programs, fits
         self._device: torch.device | None = None
         self._mesh: Any = None  # of all cores; None: one core
         self._copy: torch.nn.Module | None = None
@@ -126,7 +126,7 @@ class TpuCores:
         """
         tensors = {name: value for name, value in batch._asdict().items() if torch.is_tensor(value)}
         rows = min(len(tensor) for tensor in tensors.values())
-        parts = math.gcd(rows, self._parts)
+        parts = parts_of(rows, self._fits, 1 if self._mesh is None else self._mesh.size())
         numbers = None
         # cut on the CPU: rows taken on the TPU by their numbers would make a program of each part
         for part in zip(*(tensor.chunk(parts) for tensor in tensors.values()), strict=True):
@@ -188,6 +188,23 @@ class TpuCores:
 
     def _autocast(self):
         return torch.autocast("xla", dtype=torch.bfloat16) if self._precision == "bf16" else nullcontext()
+
+
+def parts_of(rows: int, fits: int | None, cores: int) -> int:
+    """The fewest equal parts of a microbatch of which each fits.
+
+    :param fits: rows that a core has room for; None: any number
+    :param cores: rows that they do not divide are whole on each of them
+    """
+    if fits is None:
+        return 1
+    return next(
+        parts for parts in range(1, rows + 1) if rows % parts == 0 and _on_a_core(rows // parts, cores) <= max(1, fits)
+    )
+
+
+def _on_a_core(rows: int, cores: int) -> int:
+    return rows // cores if rows % cores == 0 else rows
 
 
 def _without_gradients(model: torch.nn.Module) -> torch.nn.Module:
