@@ -67,9 +67,9 @@ def swarm_trainer(
             f"The run {config.run_id!r} trains a text-to-image model, and no Trainer.\n"
             f"1. Join it with join_swarm(), or in a terminal: volunteer-kit join {config.run_id}"
         )
-    see_one_gpu()
+    index = see_one_gpu()
     args = args or TrainingArguments(output_dir=f"{config.run_id}-out")
-    use_one_gpu(args)
+    use_one_gpu(args, index)
     if args.max_steps <= 0:
         args.max_steps = config.optimizer.total_epochs
     args.max_grad_norm = 0.0  # the run's optimizer clips

@@ -61,11 +61,10 @@ class SwarmTrainingArguments(TrainingArguments):
     def __post_init__(self):
         if isinstance(self.hivemind_config, str):
             self.hivemind_config = read_json(self.hivemind_config)
-        if self.hivemind_config is not None and not self.use_cpu:
-            see_one_gpu()
+        index = see_one_gpu() if self.hivemind_config is not None and not self.use_cpu else None
         super().__post_init__()
         if self.hivemind_config is not None:
-            use_one_gpu(self)
+            use_one_gpu(self, index)
 
     def to_dict(self) -> dict[str, Any]:
         """For those who log it; compressions and other objects of the configuration by their names."""
