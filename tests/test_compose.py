@@ -20,6 +20,7 @@ from volunteer_kit.host.settings import AUTHORITY_PORT, DASHBOARD_PORT, HostSett
 ROOT = Path(__file__).parents[1]
 COMPOSE = (ROOT / "compose.yaml").read_text()
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+SERVER = (ROOT / "docs" / "server.md").read_text()
 GIVEN = {"RUN_NAME": "run.example.org", "PUBLIC_IP": "203.0.113.5"}
 
 
@@ -69,7 +70,16 @@ def test_options_of_the_env_file_reach_the_command(monkeypatch):
     host = services(PUSH_TO="org/name", PEER_PORT="4001")["host"]
     called = hosted(monkeypatch, host["command"])
     assert called["settings"].push_to == "org/name"
-    assert called["host_maddrs"] == ["/ip4/0.0.0.0/tcp/4001"] and "4001:4001" in host["ports"]
+    assert called["host_maddrs"] == ["/ip4/0.0.0.0/tcp/4001"]
+    assert called["announce_maddrs"] == ["/ip4/203.0.113.5/tcp/4001"]
+
+
+def test_ports_that_another_program_has_are_changed_in_the_env_file(monkeypatch):
+    found = services(AUTHORITY_PORT="9000", DASHBOARD_PORT="9001")
+    settings = hosted(monkeypatch, found["host"]["command"])["settings"]
+    assert (settings.port, settings.dashboard_port) == (9000, 9001)
+    assert "http://127.0.0.1:9000/run.yaml" in found["host"]["healthcheck"]["test"][-1]
+    assert found["caddy"]["command"][-1] == "127.0.0.1:9000"
 
 
 def test_what_has_no_default_is_asked_for():
@@ -79,17 +89,25 @@ def test_what_has_no_default_is_asked_for():
         filled_in(COMPOSE, {"RUN_NAME": "run.example.org"})
 
 
-def test_the_ports_that_are_published_are_those_that_are_listened_on(monkeypatch):
-    host = services()["host"]
-    peer_port = listening_port(hosted(monkeypatch, host["command"])["host_maddrs"])
-    assert f"{peer_port}:{peer_port}" in host["ports"] and {"80:80", "443:443"} <= set(host["ports"])
-    assert not any(str(port) in "".join(host["ports"]) for port in (AUTHORITY_PORT, DASHBOARD_PORT))
-    assert instructions("EXPOSE") == [str(peer_port)]
+def test_the_peers_port_is_the_one_that_the_image_and_the_docs_name(monkeypatch):
+    peer_port = listening_port(hosted(monkeypatch, services()["host"]["command"])["host_maddrs"])
+    assert instructions("EXPOSE") == [str(peer_port)] and f"80, 443 and {peer_port} (tcp)" in SERVER
 
 
-def test_the_proxy_passes_on_to_the_authority_within_the_same_loopback():
+def test_a_restart_of_one_container_cuts_no_other_off():
+    """The engine restarts a container by itself and tells no other one: none may live in another's namespaces."""
+    for service in services().values():
+        shared = [service.get(key, "") for key in ("network_mode", "pid", "ipc", "uts")]
+        assert not [value for value in shared if value.startswith(("service:", "container:"))]
+        assert service["restart"] == "unless-stopped"
+        assert not {"depends_on", "links", "volumes_from"} & set(service), "the engine keeps no order"
+
+
+def test_the_proxy_and_the_authority_meet_on_the_loopback_of_the_machine():
+    """The authority believes a proxy's headers from there only. Ports cannot be published beside this network."""
+    for service in services().values():
+        assert service["network_mode"] == "host" and "ports" not in service and "networks" not in service
     proxy = services()["caddy"]
-    assert proxy["network_mode"] == "service:host"
     command = dict(zip(proxy["command"][2::2], proxy["command"][3::2], strict=True))
     assert command == {"--from": "run.example.org", "--to": f"127.0.0.1:{AUTHORITY_PORT}"}
 
@@ -99,6 +117,14 @@ def test_the_health_check_is_a_program_that_asks_the_authority():
     assert (kind, program, option) == ("CMD", "python", "-c")
     compile(code, "health check", "exec")
     assert f"http://127.0.0.1:{AUTHORITY_PORT}/run.yaml" in code
+
+
+def test_the_docs_name_every_variable_of_the_env_file():
+    variables = dict(re.findall(r"\$\{(\w+)(?::-([^}]*))?", COMPOSE))
+    rows = dict(re.findall(r"^\| `([A-Z_]+)` \|.*\| ([^|]*) \|$", SERVER, re.M))
+    assert rows.keys() == variables.keys()
+    for name, default in variables.items():
+        assert rows[name] == (f"`{default}`" if default else "none" if name == "PUSH_TO" else "required")
 
 
 def test_keys_and_state_lie_on_volumes_whose_folders_belong_to_the_user(monkeypatch):
