@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "volunteer_kit" / "run_files" / "demo.yaml"
+PATIENCE = 120  # s; a busy machine takes long for everything
 
 
 class Server:
@@ -32,7 +33,7 @@ class Server:
     def stop(self) -> int:
         self.process.terminate()
         try:
-            return self.process.wait(10)
+            return self.process.wait(PATIENCE)
         finally:
             self.process.kill()
             self.process.stdout.close()
@@ -41,7 +42,7 @@ class Server:
         """Status, headers (small letters), body; of an error, too."""
         request = urllib.request.Request(self.url + path, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return answer.status, {k.lower(): v for k, v in answer.headers.items()}, answer.read()
         except HTTPError as error:
             with error:

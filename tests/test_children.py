@@ -28,7 +28,7 @@ from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.training.protocol import BROKEN, WorkerSpec
 
 UP = 120.0  # s
-SOON = 15.0  # s; it takes one or two
+SOON = 120.0  # s; it takes one or two, and many times that on a busy machine
 
 
 class Family:
@@ -161,11 +161,8 @@ def test_each_fault_ends_a_worker_of_a_swarm_and_it_comes_back_into_rounds(tmp_p
         with volunteer(tmp_path / "second", initial_peers=maddrs) as second:
             second.wait_epoch(group_size=2)
             for fault in FAULTS:
-                began = time.monotonic()
                 second.is_hit(fault)
-                ended = time.monotonic() - began
                 second.wait_epoch(group_size=2)
-                print(f"{fault}: ended after {ended:.1f} s, in a round after {time.monotonic() - began:.1f} s")
 
 
 # --- a host's processes ---
