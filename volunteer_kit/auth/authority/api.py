@@ -81,6 +81,7 @@ def convict(asked: Convict, convictions: TheConvictions) -> dict[str, str]:
     return {"done": convictions.report(asked)}
 
 
+@router.head("/bans", dependencies=[paced("read")], include_in_schema=False)
 @router.get("/bans", dependencies=[paced("read")])
 def bans(desk: TheDesk, known: Annotated[int | None, Query(ge=0, lt=2**53)] = None) -> dict[str, Any]:
     """Who is shut out, and who was let in again, by digest; `accounts` is null if the list is the `known` version."""
@@ -93,6 +94,7 @@ def bans(desk: TheDesk, known: Annotated[int | None, Query(ge=0, lt=2**53)] = No
     return {"version": version, "accounts": accounts, "statement": statement, "pardons": pardons}
 
 
+@router.head("/run", dependencies=[paced("read")], include_in_schema=False)
 @router.get("/run", dependencies=[paced("read")])
 def run(desk: TheDesk) -> dict[str, Any]:
     """Which run this is, whom it lets in, and the certificate of the key that signs."""

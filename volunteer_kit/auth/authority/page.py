@@ -60,7 +60,7 @@ Session = Annotated[Signed | None, Depends(the_session)]
 router = APIRouter(prefix="/moderate", include_in_schema=False, dependencies=[paced("read")])
 
 
-@router.get("")
+@router.api_route("", methods=["GET", "HEAD"])
 def show(
     request: Request,
     moderators: TheModerators,
@@ -70,7 +70,9 @@ def show(
 ) -> Response:
     if session is None:
         return _sign_in_page(request)
-    said, session.said = session.said, ""
+    said = session.said
+    if request.method == "GET":  # after HEAD, it is still to be shown
+        session.said = ""
     log, bans = moderators.log(before), moderators.bans()
     return _html(
         "moderate.html", request, session=session, said=said, part=part, before=before, log=log,
@@ -80,7 +82,7 @@ def show(
     )  # fmt: skip
 
 
-@router.get("/{name}")
+@router.api_route("/{name}", methods=["GET", "HEAD"])
 async def static(name: str) -> Response:
     if name not in STATIC:
         raise HTTPException(404)
