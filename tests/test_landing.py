@@ -113,6 +113,17 @@ class Page(HTMLParser):
         ("/run.yaml", None, False),
         ("/run.yaml", "application/yaml", False),
         ("/run.yaml?raw", CHROMIUM, False),
+        ("/run.yaml", "text/html;q=0", False),
+        ("/run.yaml", "text/html;q=0.000, */*", False),
+        ("/", "text/html; q=0, */*;q=0.5", False),
+        ("/run.yaml", "text/yaml;q=0.5, text/html;q=0.4", False),
+        ("/run.yaml", "text/yaml;q=0.4, TEXT/HTML;Q=0.5", True),
+        ("/run.yaml", "text/html;level=1;q=0.5, text/*;q=0.1", True),
+        ("/run.yaml", "text/*", False),
+        ("/run.yaml", "application/x-not-text/html", False),
+        ("/run.yaml", "text/html;q=many", False),
+        ("/run.yaml", "*/*, text/html;q=0.2", False),
+        ("/", "text/yaml;q=0, */*", True),
     ],
 )
 def test_a_person_gets_the_page_and_a_program_the_run_file(site, path, accept, is_page):
@@ -136,6 +147,33 @@ def test_what_has_not_changed_is_not_sent_again(site):
     first = site.get("/")
     again = site.get("/", **{"If-None-Match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"") and first.headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize("path", ["/dashboard/", "/dashboard/api/state", "/dashboard/run.yaml", "/dashboard/metrics"])
+def test_only_what_never_changes_is_kept_for_a_day(site, path):
+    assert "immutable" not in site.get(f"{path}?v=x").headers.get("cache-control", "")
+    style, *_ = [a["href"] for t, a in Page(site.get("/").text).tags if t == "link" and a["rel"] == "stylesheet"]
+    assert "immutable" in site.get(style).headers["cache-control"]
+    assert "immutable" not in site.get("/dashboard/static/no.css?v=x").headers.get("cache-control", "")
+
+
+def test_other_sites_may_show_the_pictures_and_nothing_else(site):
+    pictures = [image for image in Page(site.get("/").text).all("img", "src") if "/pictures/" in image]
+    for path in ("/og.png", pictures[0]):
+        assert site.get(path).headers["cross-origin-resource-policy"] == "cross-origin", path
+    for path in ("/", "/run.yaml", "/join.ipynb", "/moderate", "/dashboard/", "/dashboard/pictures/9999-1.png"):
+        assert site.get(path).headers["cross-origin-resource-policy"] == "same-origin", path
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/run.yaml", "/og.png", "/join.ipynb", f"/kit/{OFFER.wheel}", "/moderate", "/moderate/style.css", "/v1/run",
+     "/v1/bans", "/dashboard/", "/dashboard/api/state", "/dashboard/metrics", "/dashboard/run.yaml"],
+)  # fmt: skip
+def test_head_is_answered_as_get(site, path):
+    head = site.http.head(path)
+    got = site.get(path)
+    assert (head.status_code, head.headers["content-type"]) == (200, got.headers["content-type"])
 
 
 # --- what it says ---

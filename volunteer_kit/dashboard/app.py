@@ -7,16 +7,17 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import Scope
 
 from volunteer_kit.dashboard.board import Board, Edition
-from volunteer_kit.dashboard.page import STATIC, render
+from volunteer_kit.dashboard.page import STATIC, render, static_tag
 from volunteer_kit.dashboard.prometheus import exposition
 
 POLL = 2.0  # s between two looks of an open page; unchanged is answered with 304 and no body
@@ -29,6 +30,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+FOR_OTHER_SITES = {"Cross-Origin-Resource-Policy": "cross-origin"}  # of public pictures: forums and READMEs show them
 
 
 def make_app(board: Board, run_file: Path | None = None) -> FastAPI:
@@ -43,8 +45,6 @@ def make_app(board: Board, run_file: Path | None = None) -> FastAPI:
     async def secure(request: Request, call_next):
         response = await call_next(request)
         response.headers.update(HEADERS)
-        if request.url.query.startswith("v=") and response.status_code == 200:
-            response.headers["Cache-Control"] = KEPT
         return response
 
     @app.api_route("/", methods=["GET", "HEAD"])
@@ -64,7 +64,7 @@ def make_app(board: Board, run_file: Path | None = None) -> FastAPI:
         path = board.picture(number) if 0 < number < 2**53 else None
         if path is None:
             return PlainTextResponse("There is no such picture.", 404)
-        return FileResponse(path, media_type="image/png", headers={"Cache-Control": KEPT})
+        return FileResponse(path, media_type="image/png", headers={"Cache-Control": KEPT, **FOR_OTHER_SITES})
 
     if run_file is not None:
 
@@ -80,8 +80,18 @@ def make_app(board: Board, run_file: Path | None = None) -> FastAPI:
         """FastAPI's own answer would repeat what was asked."""
         return PlainTextResponse("There is no such picture.", 404)
 
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.mount("/static", _Static(directory=STATIC), name="static")
     return app
+
+
+class _Static(StaticFiles):
+    """Files that browsers keep where the address names their version: ?v=TAG."""
+
+    def file_response(self, full_path: Any, stat_result: Any, scope: Scope, status_code: int = 200) -> Response:
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        if scope["query_string"] == f"v={static_tag()}".encode():
+            response.headers["Cache-Control"] = KEPT
+        return response
 
 
 class _Text(NamedTuple):

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse
 
 from volunteer_kit import __version__
-from volunteer_kit.dashboard.app import HEADERS, POLL, Printed, make_app, tagged
+from volunteer_kit.dashboard.app import FOR_OTHER_SITES, HEADERS, POLL, Printed, make_app, tagged
 from volunteer_kit.dashboard.board import Board, Edition
 from volunteer_kit.dashboard.page import by_epoch, headline, page_environment, static_tag
 from volunteer_kit.dashboard.preview import preview
@@ -27,6 +27,8 @@ from volunteer_kit.runs import RunConfig
 from volunteer_kit.ways_in import NOTEBOOK, read_offer
 from volunteer_kit.widgets import words
 
+HTML, YAML = "text/html", ("application/yaml", "text/yaml", "application/x-yaml", "text/x-yaml")
+QUALITY = re.compile(r"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 SHOWN_PICTURES, SHOWN_PEOPLE = 6, 24
 WHEEL = re.compile(r"volunteer_kit-[A-Za-z0-9.+!_]{1,60}-py3-none-any\.whl")
 
@@ -125,7 +127,8 @@ class Landing:
                 paths = [self._board.picture(int(image["url"].split("/")[1].split("-")[0])) for image in shown]
                 self._drawn = key, preview(state["run"]["run_id"], [path for path in paths if path is not None])
             content = self._drawn[1]
-        return Response(content, media_type="image/png", headers={"Cache-Control": "public, max-age=600"})
+        headers = {"Cache-Control": "public, max-age=600", **FOR_OTHER_SITES}
+        return Response(content, media_type="image/png", headers=headers)
 
     def _notebook(self) -> Response:
         path = self._folder / NOTEBOOK
@@ -195,16 +198,32 @@ def _digest(images: list[Mapping[str, Any]]) -> str:
 def page_for(landing: Landing, *, has_run_file: bool = True) -> Callable[[Request], Response | None]:
     """Decides which requests for the root and /run.yaml get the page; None means the run file.
 
-    A browser gets the page at both. A program that does not say what it wants gets the run file at /run.yaml, and the
-    page at the root: what makes previews of links says nothing.
+    A browser gets the page at both. A program that likes both equally gets the run file at /run.yaml, and the page at
+    the root: what makes previews of links says nothing.
     """
 
     def choose(request: Request) -> Response | None:
-        accept = request.headers.get("accept", "").lower()
         is_root, is_raw = request.url.path == "/", "raw" in request.query_params
         if not has_run_file and is_root:
             return landing.page(request)
-        is_page = not is_raw and ("text/html" in accept or (is_root and "yaml" not in accept))
+        html, yaml = preferences(",".join(request.headers.getlist("accept")))
+        is_page = not is_raw and html > 0 and (html > yaml or (is_root and html == yaml))
         return landing.page(request) if is_page else None
 
     return choose
+
+
+def preferences(accept: str) -> tuple[float, float]:
+    """How much the header Accept (RFC 9110, 12.5.1) asks for HTML, and for YAML: 0 to 1 each. Nothing asks for all.
+    A range that is written wrong does not count."""
+    qualities: dict[str, float] = {}
+    for item in accept.lower().split(",") if accept.strip() else ["*/*"]:
+        kind, *parameters = (part.strip() for part in item.split(";"))
+        quality = next((part.partition("=")[2] for part in parameters if part.startswith("q=")), "1")
+        if QUALITY.fullmatch(quality):
+            qualities[kind] = max(float(quality), qualities.get(kind, 0.0))
+    html, *yaml = (
+        next((qualities[of] for of in (kind, f"{kind.partition('/')[0]}/*", "*/*") if of in qualities), 0.0)
+        for kind in (HTML, *YAML)
+    )
+    return html, max(yaml)
