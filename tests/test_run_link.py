@@ -83,6 +83,42 @@ def test_what_is_not_the_whole_run_does_not_take_its_place(server, tmp_path, mon
     assert kept.read_bytes() == DEMO and os.listdir(tmp_path) == [kept.name]
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/": (502, b""), "/run.yaml": (502, b"")},  # a proxy before a dead host
+        {"/": (503, PAGE), "/run.yaml": (404, b"")},
+        {"/": (302, b""), "/run.yaml": (302, b"")},  # a portal
+        {"/": (511, PAGE), "/run.yaml": (511, PAGE)},
+        {"/": (200, PAGE), "/run.yaml": (404, b"")},
+        {"/": (200, PAGE), "/run.yaml": (403, b"")},
+        {"/": (200, b"It works!\n"), "/run.yaml": (404, b"")},
+        {"/": (200, b"#" * (MAX_RUN_FILE + 1)), "/run.yaml": (429, b"")},
+    ],
+)
+@pytest.mark.parametrize("link", ["", "/run.yaml"])
+def test_the_earlier_copy_does_where_a_proxy_or_a_portal_answers(server, tmp_path, monkeypatch, answers, link):
+    kept = fetch_run_file(server + link, tmp_path).path
+    for path, answer in answers.items():
+        monkeypatch.setitem(PAGES, path, answer)
+    if link and answers[link][0] == 404:
+        with pytest.raises(LinkError, match="HTTP 404"):
+            fetch_run_file(server + link, tmp_path)
+    else:
+        assert fetch_run_file(server + link, tmp_path).path == kept
+    assert kept.read_bytes() == DEMO and os.listdir(tmp_path) == [kept.name]
+
+
+@pytest.mark.parametrize("status", [404, 410])
+@pytest.mark.parametrize("link", ["", "/run.yaml"])
+def test_a_run_that_was_taken_away_is_gone(server, tmp_path, monkeypatch, status, link):
+    fetch_run_file(server + link, tmp_path)
+    for path in ("/", "/run.yaml"):
+        monkeypatch.setitem(PAGES, path, (status, b""))
+    with pytest.raises(LinkError, match=f"HTTP {status}"):
+        fetch_run_file(server + link, tmp_path)
+
+
 @pytest.mark.parametrize("fault", ["cut", "reset"])
 def test_what_breaks_off_is_told_where_there_is_no_earlier_copy(server, tmp_path, monkeypatch, fault):
     monkeypatch.setitem(FAULTS, "/run.yaml", fault)

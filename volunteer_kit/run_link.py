@@ -42,8 +42,8 @@ class InsecureLink(LinkError):
     """The link is http:// and leads to another machine."""
 
 
-class WebPage(LinkError):
-    """There are pages for browsers, and no run file: a hotel's login page may stand before it."""
+class Gone(LinkError):
+    """The server says that there is no such file: 404 or 410."""
 
 
 class LinkedRun(NamedTuple):
@@ -65,9 +65,11 @@ def is_like_a_run(path: Path) -> bool:
 def fetch_run_file(
     url: str, folder: Path, is_run: Callable[[Path], bool] = is_like_a_run, *, allow_http: bool = False
 ) -> LinkedRun:
-    """The file behind an http(s) address, in `folder`; an earlier copy where the server does not answer, or gives
-    something else. The address may be the file's own, or that of a page of the run's host: then the file beside the
-    page is taken, or the one at the server's root. Redirects are not followed.
+    """The file behind an http(s) address, in `folder`. The address may be the file's own, or that of a page of the
+    run's host: then the file beside the page is taken, or the one at the server's root. Redirects are not followed.
+
+    An earlier copy is given where the server does not answer or gives something else: an error of a proxy, a redirect,
+    a page. Only a 404 or 410 at each place where the file may be says that the run is gone.
 
     :param is_run: what takes the earlier copy's place must pass; without an earlier copy anything is given, so that
         its mistakes can be told
@@ -84,7 +86,9 @@ def fetch_run_file(
         if "another machine" in str(refusal):
             raise InsecureLink(f"{refusal}, and by http:// anybody on the way can change what it sends") from None
         raise LinkError(str(refusal)) from None
-    except WebPage:
+    except Gone:
+        raise
+    except LinkError:
         if kept.is_file():
             return LinkedRun(kept, _endpoint_named(host, port))
         raise
@@ -148,7 +152,7 @@ def _find(urls: list[str], addresses: AddressPolicy) -> tuple[bytes, tuple[str, 
             tried.append(error)
             continue
         if found[0].lstrip()[:1] == b"<":
-            tried.append(WebPage("it is a web page, not the file itself; on GitHub, take the link of the button Raw"))
+            tried.append(LinkError("it is a web page, not the file itself; on GitHub, take the link of the button Raw"))
         elif b"run_id" in found[0] or len(urls) == 1:
             return found
         else:
@@ -158,7 +162,7 @@ def _find(urls: list[str], addresses: AddressPolicy) -> tuple[bytes, tuple[str, 
         return other
     if len(tried) == 1:
         raise tried[0]
-    kind = WebPage if all(isinstance(error, WebPage) for error in tried) else LinkError
+    kind = Gone if all(isinstance(error, Gone) for error in tried) else LinkError
     told = [f"{url[:300]} ({str(error).partition(';')[0]})" for url, error in zip(urls, tried, strict=True)]
     raise kind(f"no run file was found at {', '.join(told)}")
 
@@ -170,7 +174,8 @@ def _get(url: str, addresses: AddressPolicy, deadline: float) -> tuple[bytes, tu
         asked = {"Accept": ACCEPT, "Accept-Encoding": "identity"}
         with session.get(url, stream=True, timeout=10, headers=asked) as answer:
             if answer.status_code != 200:
-                raise LinkError(f"its server answered HTTP {answer.status_code}")
+                kind = Gone if answer.status_code in (404, 410) else LinkError
+                raise kind(f"its server answered HTTP {answer.status_code}")
             text = answer.raw.read(MAX_RUN_FILE + 1)
             announced = answer.headers.get("Content-Length", "")
     if len(text) > MAX_RUN_FILE:
