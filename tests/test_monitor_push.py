@@ -199,7 +199,7 @@ def bring(run, host: Path, token: str = TOKEN) -> dict:
 
 
 def test_notebook_kit_and_card_are_brought_to_the_hub(run, hub, host):
-    assert bring(run, host) == {"repo": REPO, "is_private": False}
+    assert bring(run, host) == {"repo": REPO, "is_private": False, "is_news": True}
     [(name, message, files)] = hub.commits
     offer = read_offer(host)
     assert name == REPO and set(files) == {"join.ipynb", f"kit/{offer.wheel}", "README.md"}
@@ -225,8 +225,40 @@ def test_a_card_that_is_there_stays_but_for_the_wheel_that_it_names(run, hub, ho
 def test_a_private_repository_is_told(run, hub, host):
     hub.add("models", REPO, {}, private=True)
     hub.admitted.add(TOKEN)
-    assert bring(run, host) == {"repo": REPO, "is_private": True}
+    assert bring(run, host) == {"repo": REPO, "is_private": True, "is_news": True}
     assert read_offer(host).repo == "" and is_pushed(host, read_offer(host))
+
+
+def test_a_gated_repository_is_as_a_private_one(run, hub, host):
+    hub.add("models", REPO, {}, gated=True)
+    hub.admitted.add(TOKEN)
+    assert bring(run, host)["is_private"] is True and read_offer(host).repo == ""
+
+
+def test_the_hub_is_asked_anew_who_may_read_it(run, hub, host):
+    """Its owner makes it public, gates it, takes it away; and the Hub is away for a while."""
+    hub.admitted.add(TOKEN)
+    hub.add("models", REPO, {}, private=True)
+    bring(run, host)
+    files = hub.commits[0][2]
+
+    def asked(**how: bool) -> tuple[dict, str]:
+        hub.add("models", REPO, files, **how)
+        return bring(run, host), read_offer(host).repo
+
+    assert asked() == ({"repo": REPO, "is_private": False, "is_news": True}, REPO)
+    assert asked() == ({"repo": REPO, "is_private": False, "is_news": False}, REPO)
+    hub.fail("/api/models/", times=9, status=503)
+    found, repo = asked(private=True)
+    assert "error" in found and repo == REPO, "it could not be asked"
+    hub.forget()
+    assert asked(gated=True) == ({"repo": REPO, "is_private": True, "is_news": True}, "")
+    assert asked()[1] == REPO
+    assert asked(private=True)[1] == ""
+    assert asked()[1] == REPO
+    del hub._repos["models", REPO]
+    assert bring(run, host)["is_private"] is True and read_offer(host).repo == ""
+    assert len(hub.commits) == 1, "nothing was brought again"
 
 
 def test_another_file_than_the_pinned_one_is_not_brought(run, hub, host):
@@ -250,19 +282,28 @@ def test_it_is_brought_once_for_each_version_and_again_after_a_refusal(run, hub,
                 busy.look()
                 time.sleep(0.05)
                 assert time.monotonic() < deadline
-            busy.look()
-            assert not busy._inviting.is_busy
         finally:
             busy.close()
 
     serve_until(lambda: any("said" in line for line in said))
     assert "not brought" in said[0]["warning"] and REPO in said[1]["said"] and TOKEN not in str(said)
     assert len(hub.commits) == 1
-    looks = iter(range(20))
-    serve_until(lambda: next(looks, None) is None)  # another start of the same kit
-    assert len(hub.commits) == 1 and len(said) == 2
+    hub.admitted.add(TOKEN)
+    hub.add("models", REPO, hub.commits[0][2], private=True)
+    serve_until(lambda: len(said) == 3)  # another start of the same kit: it asks, and brings nothing
+    assert "private" in said[2]["said"] and read_offer(host).repo == "" and len(hub.commits) == 1
+    monkeypatch.setattr(errands, "ASK_EVERY", 0.2)
+    before = len(hub.asked)
+
+    def made_public() -> bool:
+        if len(hub.asked) > before + 1:  # the first question found it private
+            hub.add("models", REPO, hub.commits[0][2])
+        return len(said) == 4
+
+    serve_until(made_public)
+    assert read_offer(host).repo == REPO and "private" not in said[3]["said"] and len(hub.commits) == 1
     make_offer(host, "https://other.example.org", HostSettings(push_to=REPO), run)
-    serve_until(lambda: len(said) == 3)
+    serve_until(lambda: len(said) == 5)
     assert len(hub.commits) == 2 and b"other.example.org" in hub.commits[1][2]["join.ipynb"]
     notes.close()
 

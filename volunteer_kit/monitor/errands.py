@@ -1,5 +1,5 @@
 """Pictures are drawn with a good checkpoint, and it is brought to the Hub. Before there is one, the host's notebook and
-its kit are brought there, once for each version of them."""
+its kit are brought there, once for each version of them; then the Hub is asked now and then who can read them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from volunteer_kit.monitor.chore import Chore
 from volunteer_kit.monitor.kept import Kept, KeptStates
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.runs import RunConfig
-from volunteer_kit.ways_in import HUB, colab_link, is_pushed, is_reachable, read_offer
+from volunteer_kit.ways_in import HUB, Offer, colab_link, is_pushed, is_reachable, read_offer
 
 DRAW_EVERY, DRAW_SHARE = 60.0, 0.02  # s, and share of the time that goes into drawing
 DRAW_PATIENCE, PUSH_PATIENCE = 1800.0, 6 * 3600.0  # s
 PUSH_EVERY = 900.0  # s between two uploads
+ASK_EVERY = 300.0  # s between two questions whether everybody can read the repository
 RETRY_FIRST, RETRY_LAST = 60.0, 3600.0  # s until a failed upload is tried again; doubles
 POINTS = 500  # of the curve
 
@@ -78,10 +79,10 @@ class Errands:
             chore.stop()
 
     def _invite(self) -> None:
-        """Bring notebook and kit to the Hub, if the host has some that are not there."""
+        """Bring notebook and kit to the Hub, if the host has some that are not there; else ask who can read them."""
         self._invite_at = float("inf")  # the host makes them before the monitor starts
         offer = read_offer(self._host)
-        if offer is None or offer.push_to != self._push_to or is_pushed(self._host, offer):
+        if offer is None or offer.push_to != self._push_to:
             return
         try:
             self._inviting.start(
@@ -92,7 +93,8 @@ class Errands:
             self._notes.warn(f"No process could be started for the Hub: {error}")
 
     def _has_invited(self, done: dict[str, Any], now: float) -> None:
-        if "error" in done:
+        offer = read_offer(self._host)
+        if "error" in done and (offer is None or not is_pushed(self._host, offer)):
             self._invite_at = now + self._invite_retry
             text = (
                 f"The notebook and the kit were not brought to the Hub ({self._push_to}): {done['error']}. "
@@ -102,13 +104,17 @@ class Errands:
             self._say(json.dumps({"warning": text}))
             self._invite_retry = min(2 * self._invite_retry, RETRY_LAST)
             return
-        self._say(json.dumps({"said": self._invited(done)}))
+        self._invite_at, self._invite_retry = now + ASK_EVERY, RETRY_FIRST
+        if done.get("is_news"):  # where the Hub could not be asked, nothing changes
+            self._say(json.dumps({"said": self._invited(done, offer)}))
 
-    def _invited(self, done: dict[str, Any]) -> str:
-        offer = read_offer(self._host)
+    def _invited(self, done: dict[str, Any], offer: Offer | None) -> str:
         what = f"The notebook and the kit are on the Hub, at {done['repo']}"
         if done["is_private"]:
-            return f"{what}, which is private: Colab opens it for nobody until it is made public in its settings."
+            return (
+                f"{what}, which is private or gated: Colab opens it for nobody. "
+                f"Make it public in its settings; within {ASK_EVERY / 60:.0f} min the link is here."
+            )
         if offer is None or not offer.notebook_sha256 or not is_reachable(offer.url) or offer.hub != HUB:
             return f"{what}."
         return f"{what}. It opens in Colab by:\n  {colab_link(done['repo'])}"
