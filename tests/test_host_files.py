@@ -26,7 +26,7 @@ from volunteer_kit.host.parts import AUTHORITY, DASHBOARD, MONITOR, other_parts
 from volunteer_kit.host.ports import gets_free
 from volunteer_kit.host.run_file import filled_in, read_given
 from volunteer_kit.host.service import service_unit
-from volunteer_kit.host.settings import authority_url
+from volunteer_kit.host.settings import authority_url, dashboard_address
 from volunteer_kit.run_reader import RUN_FILES, RunError
 from volunteer_kit.runs import AuthorityConfig, load_run
 
@@ -152,6 +152,10 @@ def test_mistakes_are_told_with_the_lines_of_the_hosts_own_file(tmp_path):
         ({"public_url": "https://run.example.org:8443", "tls_cert": "c", "tls_key": "k"}, URL + ":8443"),
         ({"public_url": "http://127.0.0.1:7000"}, "http://127.0.0.1:7000"),
         ({"public_url": "http://localhost:7000"}, "http://localhost:7000"),
+        ({"public_url": "https://RUN.Example.org:443", "behind_proxy": True}, URL),
+        ({"public_url": "https://bücher.example", "behind_proxy": True}, "https://xn--bcher-kva.example"),
+        ({"public_url": "https://203.0.113.5:8443/", "behind_proxy": True}, "https://203.0.113.5:8443"),
+        ({"public_url": "https://[2001:DB8::1]", "behind_proxy": True}, "https://[2001:db8::1]"),
     ],
 )
 def test_addresses_that_do(settings, result, tmp_path, monkeypatch):
@@ -177,6 +181,45 @@ def test_what_would_show_logins_to_strangers_is_told_with_the_way_out(settings, 
     with pytest.raises(HostError) as told:
         authority_url(HostSettings(**settings))
     assert all(word in str(told.value) for word in words), told.value
+
+
+WRONG = [
+    "https://x.org#frag", "https://x.org?", "https://x.org#", "https://x.org/?q", "https://ada:S3cret@x.org",
+    "https://ada@x.org", "https://x y.org", "https://x.org\\evil", 'https://x.org"', "https://x.org'", "https://x.org;x",
+    "https://x.org:0", "https://x.org:99999", "https://x.org:", "https://x.org:80x", "https://[::1", "https://[::1]x:80",
+    "https://[fe80::1%eth0]", "https://[127.0.0.1]", "https://", "https:///x", "https://-x.org", "https://x..org",
+    "https://256.1.1.1", "https://2130706433", "https://0x7f.1", "https://x_y.org", "https://" + "a" * 64 + ".org",
+    "ftp://x.org", "//x.org", "https:x.org", " https://x.org", "https://x.org\n", "https://x\t.org", "https://x.org/<b>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", WRONG)
+def test_an_address_that_cannot_work_is_told_with_one_that_can(url):
+    for of_an_authority in (lambda: authority_url(HostSettings(public_url=url, behind_proxy=True)),
+                            lambda: check("address", url, Answers())):  # fmt: skip
+        with pytest.raises(HostError, match="should look like this: --public-url https://run.example.org") as told:
+            of_an_authority()
+        assert "S3cret" not in str(told.value)
+    if url.partition("://")[2].endswith((".org#", ".org?", "#frag", "?q")):
+        return  # a link has those
+    with pytest.raises(HostError, match="--dashboard-url") as told:
+        dashboard_address(HostSettings(dashboard_url=url))
+    assert "S3cret" not in str(told.value)
+    with pytest.raises(HostError):
+        check("help_url", url, Answers())
+    with pytest.raises(ValueError, match="authority|address|https"):
+        AuthorityConfig(url=url, public_key=KEY, open=True)
+
+
+def test_the_authority_is_at_127_0_0_1_only():
+    with pytest.raises(HostError, match="Type: --public-url http://127.0.0.1:8000"):
+        authority_url(HostSettings(public_url="http://[::1]:8000"))
+
+
+@pytest.mark.parametrize("url", ["https://stats.example.org/run/", "http://192.168.1.5:8001", "https://chat.org/#a?b=c"])
+def test_a_link_may_have_a_path(url):
+    assert dashboard_address(HostSettings(dashboard_url=url)) == url
+    check("help_url", url.replace("http:", "https:"), Answers())
 
 
 def test_a_port_that_is_being_given_up_is_waited_for():

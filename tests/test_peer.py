@@ -85,6 +85,12 @@ def test_decide_client_mode(monkeypatch, config, own_address, client_mode, words
         ("host_maddrs", "0.0.0.0:31337", "is no address"),
         ("host_maddrs", "/ip4/0.0.0.0/tcp/99999", "is no address"),
         ("announce_maddrs", "/ip4/here/tcp/1", "is no address"),
+        ("announce_maddrs", "/dns4/a b/tcp/1", "is no address"),
+        ("announce_maddrs", "/ip4/203.0.113.5/tcp/99999", "is no address"),
+        ("announce_maddrs", "/ip4/203.0.113.5/tcp/0", "nobody could dial"),
+        ("announce_maddrs", "/ip4/0.0.0.0/tcp/31337", "nobody could dial"),
+        ("announce_maddrs", "/ip6/::/tcp/31337", "nobody could dial"),
+        ("announce_maddrs", "/ip4/203.0.113.5", "nobody could dial"),
     ],
 )
 def test_a_malformed_address_is_told_before_anything_starts(field, address, words):

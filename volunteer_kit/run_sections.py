@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from volunteer_kit.auth.keys import parse_public_keys
+from volunteer_kit.data.addresses import AddressRefused, web_link
 from volunteer_kit.run_reader import impossible
 
 HubName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")]  # of an account or organization
@@ -167,11 +168,11 @@ class AuthorityConfig(BaseModel):
     @classmethod
     def _is_address(cls, url: str) -> str:
         try:
-            host = urlsplit(url).hostname
-        except ValueError:
-            host = None
-        if not host:
-            raise impossible("", f"{url!r} is no address", "write it as https://NAME")
+            host = urlsplit(web_link(url)).hostname or ""
+        except AddressRefused as why:
+            raise impossible("", f"it is no address: {why}", "write it as https://NAME") from None
+        if "?" in url or "#" in url:
+            raise impossible("", "a ? or # follows the address", "write it as https://NAME")
         if url.startswith("http://") and not is_this_machine(host):
             what = f"logins would be sent to {host} unencrypted"
             raise impossible("", what, "write it as https://NAME; the notebook host_a_run shows how to get there")

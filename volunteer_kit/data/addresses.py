@@ -7,11 +7,13 @@ that a name that resolves to something else the second time (DNS rebinding) gain
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+import idna
 import psutil
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -125,6 +127,72 @@ def host_and_port(url: str) -> tuple[str, int]:
     if port is None:
         port = 443 if parts.scheme.lower() == "https" else 80
     return host, port
+
+
+def web_address(url: str) -> str:
+    """Scheme, host and port of an http(s) address that has nothing else, rebuilt in the form that browsers give as an
+    origin: a name in lower case and IDNA, no port where it is the scheme's own, no slash at the end.
+    Raises AddressRefused with the reason alone; a login in the address is not repeated there."""
+    if any(c <= " " or c == "\x7f" for c in url):  # urlsplit() drops some of them
+        raise AddressRefused("there is a space in it, or another sign that cannot be seen")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise AddressRefused("a bracket is not closed, or there is no IPv6 address in it") from None
+    if parts.scheme not in ("http", "https"):
+        raise AddressRefused("it does not begin with https://")
+    if "@" in parts.netloc:
+        raise AddressRefused("it holds a login, which everybody would see")
+    if parts.path.strip("/") or "?" in url or "#" in url:
+        raise AddressRefused("something follows the name: a path, a ? or a #")
+    found = _NETLOC.fullmatch(parts.netloc)
+    if found is None:
+        raise AddressRefused("something follows the bracket of its IPv6 address that is no port")
+    usual = 443 if parts.scheme == "https" else 80
+    host, port = _name(found[1]), usual if found[2] is None else _port(found[2])
+    return f"{parts.scheme}://{host}{'' if port == usual else f':{port}'}"
+
+
+def web_link(url: str) -> str:
+    """As web_address(), but a path, a query and a fragment may follow. These stay as they are, and have no spaces,
+    quotes, angle brackets or backslashes."""
+    start, host_on, rest = url.partition("://")
+    end = next((index for index, sign in enumerate(rest) if sign in "/?#"), len(rest))
+    if re.search(r"[\s\"<>`\\\x00-\x1f\x7f]", rest[end:]):
+        raise AddressRefused("there is a space, a quote, an angle bracket or a backslash in it")
+    return web_address(start + host_on + rest[:end]) + rest[end:]
+
+
+_NETLOC = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::(.*))?")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def _port(text: str) -> int:
+    """Raises AddressRefused."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise AddressRefused("its port is not a number from 1 to 65535")
+    return int(text)
+
+
+def _name(host: str) -> str:
+    """A host for a URL: an IP address, or a name as DNS has it. Raises AddressRefused."""
+    if host.startswith("["):
+        try:
+            return f"[{ipaddress.IPv6Address(host[1:-1] if '%' not in host else '')}]"
+        except ValueError:
+            raise AddressRefused("there is no IPv6 address between the brackets") from None
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        pass
+    try:
+        name = (host if host.isascii() else idna.encode(host, uts46=True).decode()).lower().removesuffix(".")
+    except idna.IDNAError:
+        raise AddressRefused("its name is none that the internet's names (DNS) can hold") from None
+    labels = name.split(".")
+    if len(name) > 253 or not all(map(_LABEL.fullmatch, labels)) or re.fullmatch(r"[0-9]+|0x[0-9a-f]*", labels[-1]):
+        raise AddressRefused("its name has other signs than letters, digits, dots and hyphens, or is no IP address")
+    return name
 
 
 def as_address(host: str) -> IPAddress | None:

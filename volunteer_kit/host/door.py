@@ -25,9 +25,11 @@ from volunteer_kit.host.settings import (
     HostError,
     HostSettings,
     authority_url,
+    dashboard_address,
     is_for_others,
     is_loopback,
     listening_port,
+    require_help_url,
 )
 from volunteer_kit.host.watch import News, Part, Watch
 from volunteer_kit.host.way_in import make_offer
@@ -150,6 +152,8 @@ class Host:
         remembered = HostSettings.remembered(saved)
         settings = self._given.over(remembered)
         _, config = read_given(self._source, authority_url(settings), NO_KEY)  # before anything is made
+        dashboard_address(settings)
+        require_help_url(config.help_url)
         packages.require("host", "train" if config.draws else "finetune")
         if settings.tracker:
             packages.require_tracker(settings.tracker)

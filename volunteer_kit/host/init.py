@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from volunteer_kit.host.settings import HostError, HostSettings, authority_url
+from volunteer_kit.host.settings import HostError, HostSettings, authority_url, require_help_url
 from volunteer_kit.storage import part_folder, put_in_place
 
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
@@ -124,6 +124,8 @@ def check(question: str, answer: str, answers: Answers) -> None:
         authority_url(HostSettings(public_url=answer, behind_proxy=True))
     elif question == "help_url" and answer and not re.fullmatch(r"https://\S+", answer):
         wrong = "an address that begins with https://"
+    elif question == "help_url":
+        require_help_url(answer)
     if wrong:
         raise HostError(f"{QUESTIONS[question].partition(' (')[0]}: {answer!r} does not do: {wrong}.")
 
@@ -165,6 +167,8 @@ def write(out: Path, answers: Answers) -> list[str]:
         value = getattr(answers, field.name)
         answers = replace(answers, **{field.name: default(field.name, answers) if value is None else value})
         check(field.name, getattr(answers, field.name), answers)
+    if answers.address:
+        answers = replace(answers, address=authority_url(HostSettings(public_url=answers.address, behind_proxy=True)))
     if out.exists():
         raise HostError(f"{out} is there already.\n1. Write another one: volunteer-kit host init OTHER.yaml")
     folder = Path(f"{answers.name}-host")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from volunteer_kit.data.addresses import AddressRefused, web_address, web_link
 from volunteer_kit.host.ports import port_of
 
 AUTHORITY_PORT, DASHBOARD_PORT, PEER_PORT = 8000, 8001, 31337
@@ -90,21 +91,42 @@ def authority_url(settings: HostSettings) -> str:
     for path in filter(None, (settings.tls_cert, settings.tls_key)):
         if not Path(path).is_file():
             raise HostError(f"There is no file {path} (--tls-cert, --tls-key).")
-    url = (settings.public_url or "").rstrip("/")
-    if not url:
+    if not settings.public_url:
         if settings.tls_cert:
             raise HostError(f"Say under which name the certificate is valid: --public-url https://NAME:{port}")
         if any(is_for_others(address) for address in settings.announce_maddrs):
             raise HostError(_needs_https("Others are told to dial this machine", settings))
         return f"http://127.0.0.1:{port}"
+    url = _checked("--public-url", settings.public_url, web_address)
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.query:
-        raise HostError(f"--public-url is {url!r}; it should look like https://run.example.org")
-    if parts.scheme == "http" and not is_loopback(parts.hostname):
+    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         raise HostError(_needs_https(f"{url} is not https", settings))
+    if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost"):
+        here = f"http://127.0.0.1:{parts.port or port}"
+        raise HostError(f"The authority listens on 127.0.0.1, not on {url}.\n1. Type: --public-url {here}")
     if parts.scheme == "https" and not settings.tls_cert and not settings.behind_proxy:
         raise HostError(_needs_https(f"Nothing was said about who serves https for {url}", settings))
     return url
+
+
+def dashboard_address(settings: HostSettings) -> str:
+    """Where others reach the dashboard; "" if beside the authority. Raises HostError."""
+    return _checked("--dashboard-url", settings.dashboard_url, web_link) if settings.dashboard_url else ""
+
+
+def require_help_url(url: str) -> None:
+    """Raises HostError unless people can open it; "" does."""
+    if url:
+        _checked("help_url", url, web_link)
+
+
+def _checked(option: str, url: str, check: Callable[[str], str]) -> str:
+    try:
+        return check(url)
+    except AddressRefused as why:
+        shown = "" if "@" in url else f" {url[:200]!r}"  # there may be a password in it
+        like = "help_url: https://example.org/chat" if option == "help_url" else f"{option} https://run.example.org"
+        raise HostError(f"{option}{shown} does not do: {why}.\n1. It should look like this: {like}") from None
 
 
 def is_loopback(host: str) -> bool:

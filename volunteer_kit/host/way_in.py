@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from volunteer_kit.host.settings import HostError, HostSettings
+from volunteer_kit.host.settings import HostError, HostSettings, dashboard_address
 from volunteer_kit.storage import write_whole
 from volunteer_kit.ways_in import HUB, NOTEBOOK, Offer, save_offer
 
@@ -35,7 +35,7 @@ def make_offer(folder: Path, url: str, settings: HostSettings, config: RunConfig
             sha256=wheel.sha256,
             push_to=settings.push_to or "",
             hub=os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB,
-            dashboard=settings.dashboard_url or "",
+            dashboard=dashboard_address(settings),
         )
         if config.draws:
             about = config.description

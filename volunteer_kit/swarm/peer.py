@@ -226,12 +226,25 @@ def check_addresses(config: PeerConfig) -> None:
                     "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... (initial_peers) or /ip4/0.0.0.0/tcp/31337.",
                     kind="bad_address",
                 ) from e
+            if name == "announce_maddrs" and not _can_be_dialled(parsed):
+                raise SwarmError(
+                    f"announce_maddrs: nobody could dial {address!r}. It should have the public address and the port: "
+                    "/ip4/203.0.113.5/tcp/31337.",
+                    kind="bad_address",
+                )
             if name == "initial_peers" and "/p2p/" not in parsed:
                 raise SwarmError(
                     f"initial_peers: {address!r} lacks the peer's id. Ask the host for the whole address, ending in "
                     "/p2p/ and the id.",
                     kind="bad_address",
                 )
+
+
+def _can_be_dialled(maddr: str) -> bool:
+    """Whether it names one machine and a port there."""
+    parts = maddr.split("/")
+    ports = [port for kind, port in zip(parts, parts[1:], strict=False) if kind in ("tcp", "udp")]
+    return _host_of(maddr) not in ("0.0.0.0", "::") and bool(ports) and "0" not in ports
 
 
 def decide_client_mode(config: PeerConfig) -> tuple[bool, str]:
