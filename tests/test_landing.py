@@ -183,6 +183,7 @@ def test_it_says_what_is_trained_who_is_here_and_how_to_join(site):
     text = site.get("/", CHROMIUM).text
     page = Page(text)
     for words in (
+        "python3 -m venv", "GPU or CPU", "whl/cpu",
         "demo", "172,112 parameters", "coloured shapes", "ada", "41 people have taken part", "Before you join",
         "volunteer-kit join https://run.example.org", "volunteer-kit setup", f"#sha256={'ab' * 32}", "step 7,617 of",
     ):  # fmt: skip

@@ -56,7 +56,8 @@ def test_the_buttons_copy_and_the_page_follows_what_happens(site, url, browser):
         page.get_by_role("button", name="Copy all").click()
         expect(page.get_by_role("button", name="Copied")).to_be_visible()
         lines = page.evaluate("navigator.clipboard.readText()").splitlines()
-        assert lines[1:] == ["volunteer-kit setup", LINE] and lines[0].startswith("python -m pip install")
+        assert lines[0].startswith("python3 -m venv ") and lines[1].startswith("python -m pip install")
+        assert lines[2:] == ["volunteer-kit setup", LINE]
 
         journal.add_metrics(time.time(), 5, 4.0, 10.0, 1, 0.5, 1280)
         journal.set_members([{"username": "ada", "peer_id": "Qm1", "device": "T4", "here": True}])

@@ -70,7 +70,8 @@ def test_each_way_has_what_it_takes():
         "https://colab.research.google.com/#fileId=https%3A//huggingface.co/cats/run/blob/main/join.ipynb"
     )
     assert ways["kaggle"].link == ways["notebook"].link == "https://run.example.org/join.ipynb"
-    install, setup, join = ways["terminal"].lines
+    environment, install, setup, join = ways["terminal"].lines
+    assert environment.startswith("python3 -m venv ") and "whl/cpu" in ways["terminal"].note
     assert shlex.split(install) == [
         "python", "-m", "pip", "install", f"https://run.example.org/kit/{WHEEL}#sha256={SHA256}",
     ]  # fmt: skip
@@ -83,10 +84,12 @@ def test_without_a_wheel_nothing_is_installed_by_hope():
 
 
 def test_the_lines_of_a_trainer_are_python():
-    install, way = ways_in(replace(PUBLIC, draws=False, notebook_sha256=""))
+    terminal, way = ways_in(replace(PUBLIC, draws=False, notebook_sha256=""))
     compile("\n".join(way.lines), "lines", "exec")
     assert 'swarm_trainer("https://run.example.org"' in way.lines[-1]
-    assert shlex.split(install.lines[0])[-1] == f"volunteer-kit[hf] @ https://run.example.org/kit/{WHEEL}#sha256={SHA256}"
+    environment, install = terminal.lines
+    assert environment.startswith("python3 -m venv ") and "whl/cpu" in terminal.note
+    assert shlex.split(install)[-1] == f"volunteer-kit[hf] @ https://run.example.org/kit/{WHEEL}#sha256={SHA256}"
 
 
 def test_the_host_comes_before_the_hub():

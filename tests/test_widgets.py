@@ -104,7 +104,8 @@ def test_terms_say_what_runs_what_leaves_and_what_it_costs():
     terms = Terms("demo", "A model.", max_hours=6, max_mbps=20, max_gb=1.5, download_bytes=5e8, step_bytes=2.5e8,
                   checked_by="auth.example.org", platform=Platform("colab"))  # fmt: skip
     text = "\n".join(f"{heading}: {body}" for heading, body in terms.points())
-    for part in ("IP address, which other peers see", "Never files", "username", "auth.example.org", "full load",
+    for part in ("your IP address. They and the run's public page see", "GPU or CPU",
+                 "Never files", "username", "auth.example.org", "full load",
                  "500 MB to download", "250 MB with each step",
                  "6 h at most, 20 Mbit/s at most, 1.5 GB at most", "compute units"):  # fmt: skip
         assert part in text

@@ -91,7 +91,7 @@ def test_one_screen_one_button_and_the_token_is_nowhere(page, manager, hub):
     cell = page.run_as_a_person(WELCOME.format(arguments=""))
     button = wait_for(page, description="Start", _model_name="ButtonModel")
     field = wait_for(page, _model_name="PasswordModel")
-    assert page.find(value="IP address, which other peers see")
+    assert page.find(value="gradients and your IP address")
     assert len([s for s in page.widgets().values() if s["_model_name"] == "ButtonModel"]) == 1
     assert page.find(value="goes to the Hub and to auth.example.org, the run's authority")
     for typed, answer in (("", "Log in first"), (WRITE, "can write"), ("hf_unknown", "does not know this token")):

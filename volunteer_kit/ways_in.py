@@ -21,6 +21,12 @@ HUB = "https://huggingface.co"
 COLAB = "https://colab.research.google.com/#fileId="
 NOTEBOOK = "join.ipynb"
 OFFER, PUSHED = "way_in.json", "pushed.json"  # in the host's folder: what the host offers, what the Hub has of it
+# Debian, Ubuntu and macOS have no `python` outside of an environment, or let pip change nothing there (PEP 668).
+ENVIRONMENT = "python3 -m venv ~/volunteer && . ~/volunteer/bin/activate"
+CPU_TORCH = "python -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
+_WITHOUT_CARD = (
+    f"Without an NVIDIA card, type this after the first line, or pip brings gigabytes of CUDA along: {CPU_TORCH}"
+)
 Kind = Literal["colab", "kaggle", "notebook", "terminal", "trainer"]
 
 
@@ -117,7 +123,7 @@ def ways_in(offer: Offer) -> list[Way]:
         Way(
             "terminal",
             "Terminal",
-            "Python 3.10 to 3.13; a virtual environment of its own is best.",
+            f"Python 3.10 to 3.13. {_WITHOUT_CARD if offer.wheel else ''}".rstrip(),
             lines=(*_install(offer), f"volunteer-kit join {offer.url}"),
         )
     )
@@ -146,14 +152,14 @@ def install_line(urls: Sequence[str], sha256: str) -> str:
 def _install(offer: Offer) -> list[str]:
     if not offer.wheel:
         return []
-    return [install_line(offer.wheel_urls, offer.sha256), "volunteer-kit setup"]
+    return [ENVIRONMENT, install_line(offer.wheel_urls, offer.sha256), "volunteer-kit setup"]
 
 
 def _for_trainers(offer: Offer) -> list[Way]:
     ways = []
     if offer.wheel:
         install = f'python -m pip install "volunteer-kit[hf] @ {offer.wheel_urls[0]}#sha256={offer.sha256}"'
-        ways.append(Way("terminal", "Terminal", "Once, in an environment of its own.", lines=(install,)))
+        ways.append(Way("terminal", "Terminal", f"Once. {_WITHOUT_CARD}", lines=(ENVIRONMENT, install)))
     lines = ("from volunteer_kit import swarm_trainer", f'swarm_trainer("{offer.url}", train_dataset=...).train()')
     return [*ways, Way("trainer", "Python", "With data of your own.", lines=lines)]
 

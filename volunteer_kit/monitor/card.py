@@ -11,7 +11,7 @@ from typing import Any
 from volunteer_kit.monitor import fine_tune_card
 from volunteer_kit.run_sizes import parameters_of
 from volunteer_kit.runs import FineTuneConfig, RunConfig
-from volunteer_kit.ways_in import Offer, install_line, is_reachable, ways_in
+from volunteer_kit.ways_in import ENVIRONMENT, Offer, install_line, is_reachable, ways_in
 from volunteer_kit.widgets.words import plain
 
 LEADERS = 50  # names on the card
@@ -109,8 +109,9 @@ def _use(config: RunConfig, repo: str, offer: Offer | None) -> str:
         return fine_tune_card.use(config.model, repo)
     caption = config.captions[0] if config.captions else "a caption of yours"
     of_hub = offer.wheel_urls[1:] if offer is not None else []  # the host may be gone when the model is used
+    install = [ENVIRONMENT, install_line(of_hub, offer.sha256), "volunteer-kit setup"] if offer and of_hub else []
     lines = [
-        *([install_line(of_hub, offer.sha256), "volunteer-kit setup"] if offer is not None and of_hub else []),
+        *install,
         f"hf download {repo} --local-dir model",
         f"volunteer-kit generate {shlex.quote(caption)} --run model/run.yaml --checkpoint model",
     ]

@@ -92,8 +92,8 @@ class Terms:
     def _leaves(self) -> str:
         seen = f" Your login goes to the Hub and to {plain(self.checked_by, 100)}." if self.checked_by else ""
         return (
-            "Gradients and statistics of the training, your username, and your IP address, which other peers see. "
-            f"Never files.{seen}"
+            "Other peers see gradients and your IP address. They and the run's public page see your username, the name "
+            f"of your GPU or CPU, its speed, loss and samples. Never files.{seen}"
         )
 
     def _costs(self) -> str:
