@@ -20,9 +20,9 @@ DEMO ?=
 TEST ?=
 SECONDS ?= 60
 TARGET ?=
-# Two files of tests at a time, and three of the long ones: tests of swarms wait more than they compute.
+# Three files of tests at a time on two cores: many tests wait more than they compute.
 # TEST="-n 0 ..." for one at a time, TEST=... for some.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 3 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -50,7 +50,7 @@ test: install
 	$(PYTEST) -m "not slow" $(TEST)
 
 test-slow: install
-	$(PYTEST) -n 3 -m slow --timeout 600 --durations 20 $(TEST)
+	$(PYTEST) -m slow --timeout 600 --durations 20 $(TEST)
 
 test-tpu:
 	.ci/test-tpu $(TEST)
