@@ -20,9 +20,9 @@ DEMO ?=
 TEST ?=
 SECONDS ?= 60
 TARGET ?=
-# Three files of tests at a time on two cores: many tests wait more than they compute.
+# Two files of tests at a time: more are no faster on two cores.
 # TEST="-n 0 ..." for one at a time, TEST=... for some.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 3 --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -166,20 +166,6 @@ def said(folder: Path, name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_join_runs(tmp_path):
-    """As a machine would run it that presses no buttons: the terms are accepted in the call, and a cap ends it."""
-
-    def edit(code: str) -> str:
-        return code.replace("join_swarm(RUN)", "join_swarm(RUN, accept_terms=True, max_hours=1 / 30)\ncontribution")
-
-    execute("join.ipynb", tmp_path, edit, {"VOLUNTEER_KIT_HOME": str(tmp_path / "home")})
-    text = str(outputs(tmp_path, "join.ipynb"))
-    (samples,) = re.findall(r"Contribution\(samples=(\d+)", text)
-    assert int(samples) > 0 and "Traceback" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_gallery_draws_with_the_model_of_a_running_swarm(tmp_path):
     with demo_volunteer(tmp_path) as volunteer:
         volunteer.wait_epoch(2)
