@@ -18,7 +18,7 @@ class DemoVolunteer:
         self.supervisor, self.epoch = supervisor, 0
         self.maddrs: list[str] = self.wait("connected")["maddrs"]
 
-    def wait(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
+    def wait(self, name: str, timeout: float = 240.0) -> dict[str, Any]:
         """The next event of this name."""
         deadline = time.monotonic() + timeout
         while (event := self.supervisor.next_event(max(0.0, deadline - time.monotonic()))) is not None:

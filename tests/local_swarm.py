@@ -49,7 +49,7 @@ class LocalPeer:
                 self._queue.put(json.loads(line))
         self._queue.put(None)
 
-    def wait_for(self, found: Callable[[dict], bool], timeout: float = 90.0) -> dict:
+    def wait_for(self, found: Callable[[dict], bool], timeout: float = 240.0) -> dict:
         """The first event, of those that came and those to come, for which `found` is true."""
         for event in self.events:
             if found(event):
@@ -74,16 +74,16 @@ class LocalPeer:
             self._queue.put(None)
         return self.events
 
-    def wait_event(self, name: str, timeout: float = 90.0) -> dict:
+    def wait_event(self, name: str, timeout: float = 240.0) -> dict:
         return self.wait_for(lambda event: event["event"] == name, timeout)
 
-    def wait_epoch(self, epoch: int, group_size: int = 1, timeout: float = 90.0) -> dict:
+    def wait_epoch(self, epoch: int, group_size: int = 1, timeout: float = 240.0) -> dict:
         """An applied step at `epoch` or later, in a group of at least `group_size`."""
         return self.wait_for(
             lambda e: e["event"] == "epoch" and e["epoch"] >= epoch and e["group_size"] >= group_size, timeout
         )
 
-    def wait_whole(self, members: int = 3, times: int = 2, timeout: float = 90.0) -> None:
+    def wait_whole(self, members: int = 3, times: int = 2, timeout: float = 240.0) -> None:
         """Rounds of all, in step, `times` of them: see `is_whole`."""
         self.wait_for(
             lambda e: is_whole(e, members) and sum(is_whole(each, members) for each in self.events) >= times, timeout
@@ -99,7 +99,7 @@ class LocalPeer:
         failures = [e["failure"] for e in self.events if e.get("failure")][-2:]
         return f"{self.log.name}: {told[:4]} ... {told[-6:]} {failures}\n{self.log.read_text()[-600:]}"
 
-    def ask(self, timeout: float = 60.0, **order) -> dict:
+    def ask(self, timeout: float = 240.0, **order) -> dict:
         """Send an order and await its own answer."""
         number = sum(event["event"] == "answer" for event in self.events)
         self.order(json.dumps(order))

@@ -114,7 +114,7 @@ class MonitorProcess:
                 return json.loads(line)["ready"]
         raise AssertionError(f"the monitor ended; {self.story()}")
 
-    def wait(self, found: Callable[[JournalReader], Any], timeout: float = 120.0) -> Any:
+    def wait(self, found: Callable[[JournalReader], Any], timeout: float = 240.0) -> Any:
         """What `found` makes of its journal, as soon as that is true."""
         deadline, reader = time.monotonic() + timeout, None
         while time.monotonic() < deadline:
@@ -127,7 +127,7 @@ class MonitorProcess:
         seen = f"events: {reader.events(20)}, credit: {reader.leaderboard()}" if reader else "no journal"
         raise AssertionError(f"not within {timeout} s; {seen}, {self.story()}")
 
-    def wait_event(self, kind: str, timeout: float = 120.0, **detail: Any) -> dict:
+    def wait_event(self, kind: str, timeout: float = 240.0, **detail: Any) -> dict:
         """The first event of this kind with these details."""
 
         def found(journal: JournalReader) -> dict | None:
@@ -136,7 +136,7 @@ class MonitorProcess:
 
         return self.wait(found, timeout)
 
-    def wait_checkpoint(self, timeout: float = 90.0) -> dict:
+    def wait_checkpoint(self, timeout: float = 240.0) -> dict:
         """The event of the first one, which is a matter of steps: how many seconds these take is the machine's.
 
         :param timeout: s without a step after which it is waited for no longer

@@ -78,7 +78,7 @@ def batches(out: Path) -> int:
     return lines + (1 + -(-229 // BATCH)) * done
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen, timeout: float = 60) -> None:
+def wait_until(is_so: Callable[[], bool], process: subprocess.Popen, timeout: float = 300) -> None:
     deadline = time.monotonic() + timeout
     while not is_so():
         assert process.poll() is None, process.communicate()
@@ -119,11 +119,11 @@ def test_ctrl_c_stops_in_good_order(tmp_path):
         wait_until(lambda: batches(tmp_path / "out") > 1, process)
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=120)
         assert process.returncode == 130, errors
         assert "Stopped: 0 of 1 shards" in output and "run the same command again" in output
         assert "Traceback" not in errors
-        assert family and not psutil.wait_procs(family, timeout=10)[1]
+        assert family and not psutil.wait_procs(family, timeout=60)[1]
 
 
 def test_workers_die_with_their_parent_and_a_worker_that_dies_is_told(tmp_path, monkeypatch):
@@ -140,13 +140,13 @@ def test_workers_die_with_their_parent_and_a_worker_that_dies_is_told(tmp_path, 
         with pytest.raises(DataError, match="at work"), locked(tmp_path / "out"):
             pass  # as long as the worker may still write, nobody else does
         worker.resume()
-        assert not psutil.wait_procs(family, timeout=10)[1]
+        assert not psutil.wait_procs(family, timeout=60)[1]
     with running(*arguments) as process:  # at once: what the killed one left does not stand in the way
         done = batches(tmp_path / "out")
         wait_until(lambda: batches(tmp_path / "out") > done, process)
         worker = max(psutil.Process(process.pid).children(), key=lambda each: each.memory_info().rss)
         worker.kill()
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
         assert process.returncode == 2 and "was killed by signal 9" in errors and "--workers" in errors
         assert "Traceback" not in errors
 
@@ -154,7 +154,7 @@ def test_workers_die_with_their_parent_and_a_worker_that_dies_is_told(tmp_path, 
 def test_a_full_disk_is_told_and_room_is_all_it_takes(tmp_path, tiny_disk):
     shard = good_shard(tmp_path / "00000.tar", 1800)
     with running(shard, tiny_disk / "out", "--run", "emoji") as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
         assert process.returncode == 2 and "full" in errors and "goes on where it stopped" in errors
         assert "Traceback" not in errors
     assert batches(tiny_disk / "out") > 2
