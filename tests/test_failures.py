@@ -119,7 +119,7 @@ FAILURES = {
     "peers as one string": ("join_swarm('demo', initial_peers='/ip4/1.2.3.4/tcp/5')", "", ["'/ip4/1.2.3.4/tcp/5' is"]),
     "half a batch": ("join_swarm('demo', batch_size=2.5)", "", ["batch_size is 2.5", "whole number"]),
     "help without address": ("join_swarm({run})", DEMO + "help_url: 'https://[x'", ["[x (no address)", "accepted"]),
-    "no authority": ("join_swarm({run})", LOGIN.replace("http://127.0.0.1:9", "https://[x"), ["it is no address", "Fix:"]),
+    "no authority": ("join_swarm({run})", LOGIN.replace("http://127.0.0.1:9", "https://[x"), ["is no address", "Fix:"]),
     "home": (f"join_swarm('demo', {OK}, home='/proc/none')", "", ["/proc/none", "cannot be written", "--home"]),
     "terms": ("join_swarm('demo')", "", ["IP address", "have to be accepted", "accept_terms=True"]),
     # login
