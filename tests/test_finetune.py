@@ -194,7 +194,7 @@ def test_the_host_and_the_page_know_what_it_is(tmp_path):
     url, folder = "https://a.example", HostFolder(tmp_path)
     authority = AuthorityConfig.model_construct(open=True)
     said = "\n".join(welcome("ours", Offer(url, draws=run.draws), HostSettings(), folder, [], [], authority))
-    assert f'swarm_trainer("{url}"' in said and "join" not in said.partition("Who may join")[0]
+    assert f'swarm_trainer("{url}"' in said and "join" not in said.partition("The authority admits")[0]
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None])

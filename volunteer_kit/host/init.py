@@ -96,7 +96,7 @@ QUESTIONS = {
     "name": "Name of the run",
     "model": "Model (" + "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items()) + ")",
     "data": "Data (scenes; path, pattern or URL of shards, empty: each volunteer says it; or hub:ORG/DATASET)",
-    "who": "Who may join (open: everybody with an account at the Hub; an organization there; or names, with commas)",
+    "who": "People to admit (open: everybody with an account at the Hub; an organization there; or names, with commas)",
     "moderators": "Moderators, who may ban (names at the Hub, with commas; yours first)",
     "address": "Address under which others reach this machine (https://NAME; empty: only this machine)",
     "help_url": "Where volunteers find you (https://..., may be empty)",

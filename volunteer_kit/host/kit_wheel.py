@@ -111,7 +111,7 @@ def _zipped(members: dict[str, bytes]) -> bytes:
 
 
 def _of_checkout() -> _Kit | None:
-    """Of the checkout around the package. It goes before an installation: an editable one may be older than it is."""
+    """Look for a checkout around the package. It goes first, since an editable installation may be older."""
     setup = PACKAGE.parent / "setup.cfg"
     config = configparser.ConfigParser(interpolation=None)
     config.read(setup, encoding="utf-8")

@@ -62,19 +62,19 @@ def _no_colab(offer: Offer) -> str:
 
 
 def who_may_join(authority: AuthorityConfig) -> list[str]:
-    """And who can put somebody out."""
-    who = []
+    """Lines on the people whom the authority admits, and on its moderators."""
+    admitted = []
     if authority.organization:
-        who.append(f"members of {authority.organization}")
+        admitted.append(f"members of {authority.organization}")
     if authority.users:
-        who.append(f"{len(authority.users)} named in the run file")
+        admitted.append(f"the accounts that the run file names ({len(authority.users)})")
     if authority.moderators:
-        who.append("whom moderators add")
+        admitted.append("the people whom moderators add")
     if authority.open:
-        who = ["everybody who has an account at the Hub (authority.open in the run file)"]
-    lines = [f"Who may join: {', and '.join(who) or 'nobody yet: see authority.users in the run file'}."]
+        admitted = ["everybody who has an account at the Hub (authority.open in the run file)"]
+    lines = [f"The authority admits {', and '.join(admitted) or 'no one yet: see authority.users in the run file'}."]
     if not authority.moderators:
-        lines.append("Nobody can ban: name yourself in the run file, authority: moderators: [YOUR NAME AT THE HUB]")
+        lines.append("A ban needs a moderator. In the run file, authority: moderators: [YOUR NAME AT THE HUB]")
     return lines
 
 

@@ -73,7 +73,7 @@ def counted_by_cuda() -> int:
 
 
 def uuids_of_cuda() -> list[str]:
-    """Of the GPUs that this process sees, in CUDA's order and as CUDA_VISIBLE_DEVICES takes them. Begins CUDA.
+    """List the GPUs that this process sees, in CUDA's order and as CUDA_VISIBLE_DEVICES takes them. Begins CUDA.
     [] where PyTorch does not tell."""
     if torch.version.cuda is None:
         return []
