@@ -50,7 +50,7 @@ test: install
 	$(PYTEST) -m "not slow" $(TEST)
 
 test-slow: install
-	$(PYTEST) -m slow --timeout 600 --durations 20 $(TEST)
+	$(PYTEST) -m slow --timeout 600 --durations 20 $$(grep -l 'mark[.]slow' tests/test_*.py) $(TEST)
 
 test-tpu:
 	.ci/test-tpu $(TEST)

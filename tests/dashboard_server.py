@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
+import os
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError
+
+from tests import nursery
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "volunteer_kit" / "run_files" / "demo.yaml"
@@ -20,8 +21,8 @@ class Server:
     """`url` ends with a slash; `stop` is SIGTERM and waits."""
 
     def __init__(self, folder: Path, port: int = 0, run: Path = RUN):
-        command = [sys.executable, "-m", "volunteer_kit.dashboard.door", str(run), str(folder), str(port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+        arguments = [str(run), str(folder), str(port)]
+        self.process = nursery.start("volunteer_kit.dashboard.door", arguments, environment=dict(os.environ))
         line = self.process.stdout.readline()
         assert line, "the dashboard ended"
         self.url = json.loads(line)["ready"]["url"]

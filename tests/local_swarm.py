@@ -7,12 +7,12 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from tests import nursery
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,16 +29,7 @@ class LocalPeer:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-        )
+        self.process = nursery.start(module, [json.dumps(settings)], log=log, environment=environment)
         self.events: list[dict] = []
         self._queue: queue.Queue[dict | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -12,8 +12,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from tests import nursery
 from tests.hub import Hub
 from tests.local_authority import Authority, add_person, make_authority, served, this_hub
 from tests.local_swarm import ROOT, LocalPeer
@@ -102,11 +101,8 @@ class MonitorProcess:
         self.folder, self.log = folder, log
         home = {"HF_HOME": str(log.parent / "hf"), "VOLUNTEER_KIT_HOME": os.environ.get("VOLUNTEER_KIT_HOME", "")}
         extra = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_TOKEN": "hf_host", **home}
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "volunteer_kit.cli", *words],
-            stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=ROOT, start_new_session=True,
-            env={**hub.environment(log.parent / "hf"), **extra},
-        )  # fmt: skip
+        environment = {**hub.environment(log.parent / "hf"), **extra}
+        self.process = nursery.start("volunteer_kit.cli", words, log=log, environment=environment)
 
     def ready(self) -> dict[str, Any]:
         for line in self.process.stdout:
