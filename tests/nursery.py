@@ -144,6 +144,7 @@ def become(order: dict[str, Any]) -> None:
     """This process is the program from here on."""
     os.environ.clear()
     os.environ.update(order["environment"])
+    gc.unfreeze()  # the kit freezes at a fork; frozen objects are not listed
     for lock in [each for each in gc.get_objects() if isinstance(each, synchronize.SemLock)]:
         type(lock).__init__(lock, ctx=multiprocessing.get_context())  # else all children share what hivemind made
     sys.modules["numpy"].random.seed()  # else they draw the same numbers; Python's own generator sees to that itself
