@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,9 +102,8 @@ class LocalPeer:
 
     def kill(self) -> None:
         """SIGKILL, as a lost VM: no goodbye, and nothing of it stays."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        nursery.kill_group(self.process.pid)
+        self.process.wait(60)
 
 
 class LocalSwarm:

@@ -157,9 +157,8 @@ class MonitorProcess:
         return f"log: {self.log.read_text()[-4000:]}"
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        nursery.kill_group(self.process.pid)
+        self.process.wait(60)
 
 
 def write_run(folder: Path, authority: dict | None, **changes: Any) -> dict:

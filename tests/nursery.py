@@ -27,6 +27,8 @@ from multiprocessing import synchronize
 from pathlib import Path
 from typing import Any
 
+from volunteer_kit.process_group import kill_all
+
 ROOT = Path(__file__).parents[1]
 # What most peers import. Nothing here may read the environment when it is imported: a child has its own.
 IMPORTED = ("volunteer_kit.session", "benchmarks.netlab", "tests.attacks", "tests.peer_questions")
@@ -101,6 +103,12 @@ def _nursery(path: str) -> socket.socket:
             start_new_session=True,  # Ctrl-C is not for it
         )
     return ours
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL everything in a child's session, as a lost VM."""
+    left = kill_all(leader, "NO_MARK=")
+    assert not left, f"processes {left} live on"
 
 
 # --- in the nursery ---

@@ -17,6 +17,7 @@ from typing import Any
 from volunteer_kit.packages import with_kit_path
 
 PROC = Path("/proc")
+JANITOR = "torch_shm_manager"  # of each peer: removes what its processes leave in /dev/shm when they die, and ends
 
 
 def start(module: str, mark: str, *, without: Collection[str] = (), **settings: Any) -> subprocess.Popen:
@@ -51,19 +52,33 @@ def wait_for_exit(process: subprocess.Popen) -> None:
 def kill_all(leader: int, mark: str, timeout: float = 5.0) -> list[int]:
     """SIGKILL the leader's process group and session, and whoever carries `mark` (NAME=value) in its environment.
 
-    The mark finds those that began a session of their own. Returns the pids that still live after `timeout` s.
+    The mark finds those that began a session of their own. torch's helper for shared memory is killed only when it
+    stays for half of the time: with it the tensors of the others would stay in /dev/shm, a model's size for each kill.
+
+    :param timeout: s
+    :returns: the pids that still live after that time
     """
-    deadline = time.monotonic() + timeout
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+    began = time.monotonic()
+    if not PROC.is_dir():
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
     while remaining := find(leader, mark):
-        if time.monotonic() > deadline:
+        if (waited := time.monotonic() - began) > timeout:
             return remaining
         for pid in remaining:
+            if waited < timeout / 2 and _is_janitor(pid):
+                continue
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     return []
+
+
+def _is_janitor(pid: int) -> bool:
+    try:
+        return (PROC / str(pid) / "comm").read_text().strip() == JANITOR[:15]  # all that the kernel keeps of a name
+    except OSError:
+        return False
 
 
 def find(leader: int, mark: str) -> list[int]:
