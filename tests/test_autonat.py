@@ -13,6 +13,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from tests.local_swarm import ROOT
 from tests.network import Network, network
 from volunteer_kit.doctor import autonat
+from volunteer_kit.process_group import kill_all
 
 
 def response(status: int, address: str | None = None) -> bytes:
@@ -99,5 +100,5 @@ def test_another_peer_says_whether_it_can_call_this_machine(monkeypatch):
             assert found["answer"] == "reached" and found["address"].startswith("/ip4/45.77.0.2/tcp/")
             assert ask("-c", CLOSED) == "not reached"
         finally:
-            os.killpg(server.pid, 9)
+            kill_all(server.pid)
             server.wait()

@@ -5,15 +5,15 @@ Each version is installed into a folder of its own and put first on PYTHONPATH; 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from volunteer_kit.process_group import kill_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
@@ -140,6 +140,5 @@ def test_two_peers_average_to_one_value_that_neither_had(environment, tmp_path):
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_all(process.pid)
     process.wait(10)

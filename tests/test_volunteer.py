@@ -17,6 +17,7 @@ import pytest
 
 from volunteer_kit import volunteer
 from volunteer_kit.home import Home
+from volunteer_kit.process_group import kill_all
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import load_run
 from volunteer_kit.stay import Stay
@@ -221,7 +222,7 @@ def start(tmp_path):
     for process in processes:
         if process.poll() is None:
             family = psutil.Process(process.pid).children(recursive=True)
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_all(process.pid)
             for child in family:
                 child.kill() if child.is_running() else None
 

@@ -49,7 +49,7 @@ def wait_for_exit(process: subprocess.Popen) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def kill_all(leader: int, mark: str, timeout: float = 5.0) -> list[int]:
+def kill_all(leader: int, mark: str | None = None, timeout: float = 5.0) -> list[int]:
     """SIGKILL the leader's process group and session, and whoever carries `mark` (NAME=value) in its environment.
 
     The mark finds those that began a session of their own. torch's helper for shared memory is killed only when it
@@ -81,7 +81,7 @@ def _is_janitor(pid: int) -> bool:
         return False
 
 
-def find(leader: int, mark: str) -> list[int]:
+def find(leader: int, mark: str | None = None) -> list[int]:
     """Living processes of the leader's group or session, or with `mark` in their environment. Linux only, else []."""
     found = []
     for entry in PROC.iterdir() if PROC.is_dir() else ():
@@ -92,7 +92,7 @@ def find(leader: int, mark: str) -> list[int]:
             if fields[0] in "ZX":
                 continue
             related = leader in (int(fields[2]), int(fields[3]))  # process group, session
-            if related or mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if related or mark and mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
         except (OSError, IndexError, ValueError):
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from hivemind.p2p import P2P, PeerID
 
 from credit_parts.forger import Forger
 from credit_parts.truth import Truth, judge
+from volunteer_kit.process_group import kill_all
 from volunteer_kit.swarm.credit_ledger import CreditLedger
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
 
@@ -47,8 +47,7 @@ class Process:
     def kill(self) -> None:
         """SIGKILL, as a lost VM."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_all(self.process.pid)
             self.process.wait(20)
 
     def leave(self) -> None:

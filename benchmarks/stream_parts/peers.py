@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from volunteer_kit.process_group import kill_all
+
 from .material import HERE, shards, stream
 
 RANGE, LIFETIME = 256, 15.0  # records, s
@@ -81,10 +83,7 @@ class Group:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 pass
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        kill_all(process.pid)
         process.wait(10)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
+
+from volunteer_kit.process_group import kill_all
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,8 +79,7 @@ class TrainerPeer:
         return load_file(self.out)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_all(self.process.pid)
         self.process.wait(10)
 
     def _story(self) -> str:

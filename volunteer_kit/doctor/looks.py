@@ -11,7 +11,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 from volunteer_kit.doctor import verdicts
 from volunteer_kit.doctor.finding import Finding
 from volunteer_kit.packages import lacking, steps, version_of, with_kit_path
+from volunteer_kit.process_group import kill_all
 
 if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
@@ -213,8 +213,7 @@ def probe(words: Sequence[str], within: float) -> dict:
     try:
         out, error = process.communicate(timeout=within)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process.pid)
         process.wait()
     try:
         return json.loads(out.splitlines()[-1])
