@@ -20,9 +20,11 @@ DEMO ?=
 TEST ?=
 SECONDS ?= 60
 TARGET ?=
-# Two files of tests at a time: more are no faster on two cores.
-# TEST="-n 0 ..." for one at a time, TEST=... for some.
+# Two files of tests at a time; TEST="-n 3" is a little faster on two idle cores, TEST="-n 0 ..." takes one at a time,
+# TEST=... some.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
+# Those with one slow test first, for these are the longest: one of them at the end would keep half of the machine idle.
+SLOW_FILES = $$(grep -c 'mark[.]slow' tests/test_*.py | grep -v ':0$$' | sort -t: -n -k2 | cut -d: -f1)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -50,7 +52,7 @@ test: install
 	$(PYTEST) -m "not slow" $(TEST)
 
 test-slow: install
-	$(PYTEST) -m slow --timeout 600 --durations 20 $$(grep -l 'mark[.]slow' tests/test_*.py) $(TEST)
+	$(PYTEST) -m slow --timeout 600 --durations 20 --no-loadscope-reorder $(SLOW_FILES) $(TEST)
 
 test-tpu:
 	.ci/test-tpu $(TEST)
