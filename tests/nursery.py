@@ -79,7 +79,7 @@ def start(module: str, arguments: list[str], *, log: Path | None = None, environ
     """
     order = json.dumps({"module": module, "arguments": arguments, "environment": environment}).encode()
     (stdin, to_stdin), (from_stdout, stdout), (from_told, told) = os.pipe(), os.pipe(), os.pipe()
-    stderr = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if log else os.dup(2)
+    stderr = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) if log else os.dup(2)
     theirs = [stdin, stdout, stderr, told]
     with _lock:
         socket.send_fds(_nursery(environment.get("PYTHONPATH", "")), [order], theirs)

@@ -49,7 +49,10 @@ def told(volunteer: Volunteer) -> str:
 
 
 def counts(event: dict) -> bool:
-    return event["event"] == "warning" and "counts from now on" in event["message"]
+    """It knows that its work enters: by its own samples, or by the words. There are none where the first round that it
+    has seen to the end is one in which the others took its work."""
+    is_told = event["event"] == "warning" and "counts from now on" in event["message"]
+    return is_told or (event["event"] == "totals" and event["samples"] > 0)
 
 
 def test_whoever_comes_is_checked_credited_and_told_so(tmp_path, hub):
