@@ -23,7 +23,7 @@ TARGET ?=
 # Two files of tests at a time; TEST="-n 3" is a little faster on two idle cores, TEST="-n 0 ..." takes one at a time,
 # TEST=... some.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
-# Those with one slow test first, for these are the longest: one of them at the end would keep half of the machine idle.
+# Files with one slow test run first: they take longest, and one of them at the end would leave half of the machine idle.
 SLOW_FILES = $$(grep -c 'mark[.]slow' tests/test_*.py | grep -v ':0$$' | sort -t: -n -k2 | cut -d: -f1)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1

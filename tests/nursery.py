@@ -1,4 +1,4 @@
-"""Programs of tests, forked from a process that has imported already what a peer needs: seconds less for each of them.
+"""This module forks the programs of tests from a process that has a peer's modules: each starts seconds sooner.
 
     child = start("tests.swarm_peer", ["{}"], log=tmp_path / "log", environment=dict(os.environ))
     child.stdout.readline()
@@ -30,7 +30,7 @@ from typing import Any
 from volunteer_kit.process_group import kill_all
 
 ROOT = Path(__file__).parents[1]
-# What most peers import. Nothing here may read the environment when it is imported: a child has its own.
+# Most peers import these modules. None of them may read the environment at import, for each child has its own.
 IMPORTED = ("volunteer_kit.session", "benchmarks.netlab", "tests.attacks", "tests.peer_questions")
 READ_THE_ENVIRONMENT = {"huggingface_hub", "transformers", "datasets"}
 MOST = 2**17  # bytes of one order
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 class Child:
-    """What subprocess.Popen tells of its process: `pid`, `returncode`, `stdin` and `stdout` (text)."""
+    """A forked program, with the names of subprocess.Popen: `pid`, `returncode`, `stdin` and `stdout` (text)."""
 
     def __init__(self, stdin: int, stdout: int, told: int):
         self.stdin, self.stdout = open(stdin, "w"), open(stdout)
@@ -75,7 +75,7 @@ class Child:
 def start(module: str, arguments: list[str], *, log: Path | None = None, environment: dict[str, str]) -> Child:
     """`python -m module arguments` at the root of the repository.
 
-    :param log: a file for its stderr, which is else this process's
+    :param log: a file for its stderr; without one it writes to ours
     """
     order = json.dumps({"module": module, "arguments": arguments, "environment": environment}).encode()
     (stdin, to_stdin), (from_stdout, stdout), (from_told, told) = os.pipe(), os.pipe(), os.pipe()
@@ -90,7 +90,7 @@ def start(module: str, arguments: list[str], *, log: Path | None = None, environ
 
 @functools.cache
 def _nursery(path: str) -> socket.socket:
-    """One for each PYTHONPATH; it ends with this process."""
+    """Start the nursery of this PYTHONPATH, which ends with us. :returns: the socket for orders"""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen(
@@ -107,7 +107,7 @@ def _nursery(path: str) -> socket.socket:
 
 def kill_group(leader: int) -> None:
     """SIGKILL everything in a child's session, as a lost VM."""
-    left = kill_all(leader)
+    left = kill_all(leader, timeout=60.0)
     assert not left, f"processes {left} live on"
 
 

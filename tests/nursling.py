@@ -1,4 +1,4 @@
-"""What tests/test_nursery.py starts: says what it is, then does what stdin says."""
+"""A program for tests/test_nursery.py: it says what it is, then obeys stdin."""
 
 import json
 import os

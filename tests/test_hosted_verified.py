@@ -49,8 +49,8 @@ def told(volunteer: Volunteer) -> str:
 
 
 def counts(event: dict) -> bool:
-    """It knows that its work enters: by its own samples, or by the words. There are none where the first round that it
-    has seen to the end is one in which the others took its work."""
+    """Does this event tell the volunteer that its work enters? The kit says it in words, or only counts the samples
+    where the others took its work in the first round that it finished."""
     is_told = event["event"] == "warning" and "counts from now on" in event["message"]
     return is_told or (event["event"] == "totals" and event["samples"] > 0)
 

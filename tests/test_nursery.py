@@ -1,4 +1,4 @@
-"""A forked child is as a program that was started: nothing is shared with the children before it."""
+"""A forked child behaves as a program that was started, and shares nothing with the children before it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 120.0  # s
 
 @contextlib.contextmanager
 def child(log: Path, *arguments: str, **environment: str) -> Iterator[tuple[nursery.Child, dict]]:
-    """A tests/nursling.py and what it says first."""
+    """Start tests/nursling.py; it is killed at the end. Gives the child and its first words."""
     one = nursery.start("tests.nursling", [*arguments], log=log, environment={**os.environ, **environment})
     try:
         yield one, json.loads(one.stdout.readline())

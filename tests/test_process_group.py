@@ -57,7 +57,7 @@ def test_all_are_killed_and_their_shared_memory_is_gone(leader):
 def test_a_helper_that_does_not_end_is_killed_too(leader):
     janitor = janitor_of(leader)
     janitor.suspend()
-    assert kill_all(leader.pid, "MARK=here", 10.0) == []
+    assert kill_all(leader.pid, "MARK=here", 20.0) == []
     assert not psutil.wait_procs([janitor], PATIENCE)[1]
     for path in shared_by(leader.pid):
         path.unlink()

@@ -17,7 +17,7 @@ from typing import Any
 from volunteer_kit.packages import with_kit_path
 
 PROC = Path("/proc")
-JANITOR = "torch_shm_manager"  # of each peer: removes what its processes leave in /dev/shm when they die, and ends
+JANITOR = "torch_shm_manager"  # each peer has one; it unlinks the shared memory of processes that died, and ends
 
 
 def start(module: str, mark: str, *, without: Collection[str] = (), **settings: Any) -> subprocess.Popen:
@@ -50,10 +50,10 @@ def wait_for_exit(process: subprocess.Popen) -> None:
 
 
 def kill_all(leader: int, mark: str | None = None, timeout: float = 5.0) -> list[int]:
-    """SIGKILL the leader's process group and session, and whoever carries `mark` (NAME=value) in its environment.
+    """SIGKILL the leader's process group and session, and every process with `mark` (NAME=value) in its environment.
 
-    The mark finds those that began a session of their own. torch's helper for shared memory is killed only when it
-    stays for half of the time: with it the tensors of the others would stay in /dev/shm, a model's size for each kill.
+    The mark finds those that began a session of their own. torch's helper for shared memory has half of the time to end
+    by itself: it unlinks the others' tensors from /dev/shm, a model's size for each kill.
 
     :param timeout: s
     :returns: the pids that still live after that time
