@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.run_text import CODES, DEMO, MINE, WORDS, write
+from volunteer_kit.model.dalle import PRESETS, Dalle
 from volunteer_kit.run_reader import RUN_FILES
+from volunteer_kit.run_sizes import state_bytes
 from volunteer_kit.run_tokenizers import build_tokenizers
 from volunteer_kit.runs import RunError, load_run
 
@@ -195,3 +198,34 @@ def test_a_hub_run_is_read_from_the_cache_of_the_real_client(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "of-the-hub", done.stderr
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"share_input_output_emb": False},
+        {"rotary_emb": False, "shift_tokens": False},
+        {"reversible": True, "attn_types": ("full", "axial_row"), "shared_attn_ids": (0, 1), "shared_ff_ids": (0, 0)},
+        {"depth": 6, "last_layer_conv_like": True, "attn_types": ("axial_row", "axial_col"), "heads": 3, "ff_mult": 3},
+        {"depth": 7, "last_layer_conv_like": True, "shared_attn_ids": (0,), "shared_ff_ids": (0, 1, 2)},
+    ],
+)
+def test_the_number_of_parameters_is_known_without_the_model(more):
+    sizes = PRESETS["tiny"].model_copy(update=more)
+    with torch.device("meta"):
+        model = Dalle(sizes)
+    assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("module", ["runs", "authority_door", "dashboard.door"])
+def test_a_run_is_read_without_torch(module):
+    """It costs 3 s and 250 MB in each process that does not train: the host's services and the volunteer's notebook."""
+    code = f"import sys, volunteer_kit.{module}; from volunteer_kit.runs import load_run, require_ready\n"
+    code += "from volunteer_kit.run_sizes import state_bytes\n"
+    code += "run = load_run('demo'); require_ready(run, max_mbps=100)\n"
+    code += "print(run.fingerprint, state_bytes(run), sorted({'torch', 'hivemind', 'scipy'} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    fingerprint, size, heavy = said.stdout.split(maxsplit=2)
+    assert (fingerprint, int(size)) == (load_run("demo").fingerprint, state_bytes(load_run("demo"))), said.stderr
+    assert heavy.strip() == "[]"

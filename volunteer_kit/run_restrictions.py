@@ -19,7 +19,7 @@ from volunteer_kit.data.addresses import AddressRefused, as_address, is_private_
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.shards import each_name
-from volunteer_kit.model.image_tokenizer import PUBLISHED, WEIGHTS
+from volunteer_kit.model.image_tokenizer_config import PUBLISHED, WEIGHTS
 from volunteer_kit.model.repository import HUB_ID, ModelRefused, check_settings
 from volunteer_kit.run_reader import KeyPath, Mistake, RunError
 from volunteer_kit.run_sizes import parameters_of
@@ -246,8 +246,10 @@ def foreign_mistakes(config: RunConfig) -> list[Mistake]:
 
 def require_room(config: RunConfig) -> None:
     """Raises RunError if the model of a foreign run cannot be trained in this machine's memory."""
+    if not config.origin.is_foreign:
+        return
     needed, has = parameters_of(config) * BYTES_PER_PARAMETER, psutil.virtual_memory().total
-    if config.origin.is_foreign and needed > has:
+    if needed > has:
         raise RunError(
             f"The model of the run {config.run_id!r} needs about {needed / 1e9:.0f} GB of memory to be trained, and "
             f"this machine has {has / 1e9:.0f} GB.\n1. Join from a machine with more memory.\n"

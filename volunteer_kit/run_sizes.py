@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
-from volunteer_kit.model.dalle import Dalle
-from volunteer_kit.model.transformers_model import shapes_of
-from volunteer_kit.swarm.low_rank import values_of
-from volunteer_kit.swarm.sparse_codec import bits_per_value
-
 if TYPE_CHECKING:
+    import torch
+
     from volunteer_kit.runs import RunConfig
 
 
 def parameters_of(config: RunConfig) -> int:
     """How many numbers the run's model learns; takes no memory."""
-    return sum(map(math.prod, _learnt(config)))
+    return config.model.parameters if config.draws else sum(map(math.prod, _learnt(config)))
 
 
 def _learnt(config: RunConfig) -> list[torch.Size]:
+    import torch
+
+    from volunteer_kit.model.dalle import Dalle
+    from volunteer_kit.model.transformers_model import shapes_of
+
     with torch.device("meta"):
         model = Dalle(config.model) if config.draws else shapes_of(config.model)
     return [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
@@ -38,10 +38,15 @@ def state_bytes(config: RunConfig) -> int:
 def step_bytes(config: RunConfig) -> int:
     """What one global step sends and receives, about: gradients there and their average back."""
     if config.swarm.grad_compression == "powersgd":
+        from volunteer_kit.swarm.low_rank import values_of
+
         values = values_of(_learnt(config), config.swarm.grad_rank)
         return 2 * values * (4 if config.swarm.small_compression == "none" else 2)
-    sparse = bits_per_value(config.swarm.grad_density) / 8
-    bytes_each = {"none": 4, "float16": 2, "uniform4": 0.5, "blockwise4": 0.5, "sparse": sparse}
+    if config.swarm.grad_compression == "sparse":
+        from volunteer_kit.swarm.sparse_codec import bits_per_value
+
+        return math.ceil(2 * parameters_of(config) * bits_per_value(config.swarm.grad_density) / 8)
+    bytes_each = {"none": 4, "float16": 2, "uniform4": 0.5, "blockwise4": 0.5}
     return math.ceil(2 * parameters_of(config) * bytes_each.get(config.swarm.grad_compression, 1))
 
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from volunteer_kit import packages
 from volunteer_kit.data.tokenizer import load_tokenizer
-from volunteer_kit.model.image_tokenizer import (
+from volunteer_kit.model.image_tokenizer_config import (
     PUBLISHED,
     WEIGHTS,
     ImageTokenizerError,
     VqganConfig,
     image_tokenizer_config,
     image_tokenizer_file,
-    load_image_tokenizer,
 )
 from volunteer_kit.run_reader import Mistake, RunError, RunText
 
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from volunteer_kit.data.tokenizer import Tokenizer
-    from volunteer_kit.model.image_tokenizer import ImageTokenizer, PatchVQConfig
+    from volunteer_kit.model.image_tokenizer import ImageTokenizer
+    from volunteer_kit.model.image_tokenizer_config import PatchVQConfig
     from volunteer_kit.runs import RunConfig
 
 
@@ -50,6 +50,8 @@ def require_tokenizers(config: RunConfig) -> None:
 
 def build_tokenizers(config: RunConfig) -> Tokenizers:
     """The run's text and image tokenizers. Raises RunError if they are not here or do not fit the model, OSError."""
+    from volunteer_kit.model.image_tokenizer import load_image_tokenizer
+
     require_tokenizers(config)
     text, image = load_tokenizer(config.text_tokenizer), load_image_tokenizer(config.image_tokenizer)
     mistakes = _misfits(config, text, image.config)

@@ -2,7 +2,8 @@
 
 A run trains the kit's own text-to-image model, or is a fine-tune of a language model (FineTuneConfig).
 `load_run("demo")` reads volunteer_kit/run_files/demo.yaml; a path works as well, and so does a Hub
-repository, `org/name`, with a run.yaml. What each machine chooses for itself is the DevicePlan of device/.
+repository, `org/name`, with a run.yaml. What each machine chooses for itself is the DevicePlan of device/. To read a
+run brings no torch along: a host's authority, its dashboard and a volunteer's notebook do without.
 """
 
 from __future__ import annotations
@@ -12,19 +13,16 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.shards import expand_shards
-from volunteer_kit.data.stream import SampleStream, open_stream
-from volunteer_kit.model.dalle import PRESETS, Dalle, DalleConfig
-from volunteer_kit.model.transformers_model import TransformersConfig, build_transformers
-from volunteer_kit.optim.recipe import OptimizerConfig, build_optimizer_factory, param_groups
+from volunteer_kit.model.dalle_config import PRESETS, DalleConfig
+from volunteer_kit.model.transformers_config import TransformersConfig
+from volunteer_kit.optim.config import OptimizerConfig
 from volunteer_kit.run_guarantees import why_not_verified
-from volunteer_kit.run_optimizers import build_outer_optimizer
 from volunteer_kit.run_origin import Origin
 from volunteer_kit.run_reader import RunError, RunText, explain, find_run, impossible, origin_of, read_small, read_yaml
 from volunteer_kit.run_restrictions import foreign_mistakes, require_room, restricted
@@ -38,6 +36,11 @@ from volunteer_kit.run_tokenizers import (
     text_identity,
     tokenizer_mistakes,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from volunteer_kit.data.stream import SampleStream
 
 PROTOCOL_VERSION = 4  # raise it when peers of two releases can no longer average with each other
 
@@ -334,8 +337,14 @@ def run_key_of(config: RunConfig) -> str:
 def build_model(config: RunConfig) -> torch.nn.Module:
     """The run's model, with the same initial weights on every machine; beside the adapters of a fine-tune its base has
     shapes only. Raises MissingDependency."""
+    import torch
+
     if isinstance(config, FineTuneConfig):
+        from volunteer_kit.model.transformers_model import build_transformers
+
         return build_transformers(config.model, config.seed, weights=False)
+    from volunteer_kit.model.dalle import Dalle
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return Dalle(config.model)
@@ -353,6 +362,8 @@ def build_stream(
 
     Raises RunError if the run needs shards and none are named, the stream's DataError if they cannot be read.
     """
+    from volunteer_kit.data.stream import open_stream
+
     config = with_data(config, data)
     require_data(config)
     tokenizers = build_stream_tokenizers(config, device)
@@ -375,12 +386,18 @@ def build_optimizer(config: RunConfig) -> tuple[Callable[..., Any], Callable[...
     """(params -> optimizer, optimizer -> learning rate schedule), as hivemind.Optimizer takes them: of what all peers
     hold. With local steps, the outer optimizer, whose rate stays."""
     if config.swarm.local_steps is None:
+        from volunteer_kit.optim.recipe import build_optimizer_factory
+
         return build_optimizer_factory(config.optimizer)
+    from volunteer_kit.run_optimizers import build_outer_optimizer
+
     return build_outer_optimizer(config.swarm.local_steps)
 
 
 def build_param_groups(config: RunConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
     """The model's parameters in groups: weight decay spares norms, biases and LayerScale."""
+    from volunteer_kit.optim.recipe import param_groups
+
     return param_groups(model, config.optimizer.weight_decay)
 
 

@@ -17,7 +17,7 @@ from volunteer_kit.encode.folder import locked, refuse_other_settings, targets, 
 from volunteer_kit.encode.pool import Plan, encode_shards
 from volunteer_kit.encode.progress import EncodeProgress
 from volunteer_kit.encode.settings import Settings
-from volunteer_kit.model.image_tokenizer import image_tokenizer_config
+from volunteer_kit.model.image_tokenizer_config import image_tokenizer_config
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.run_tokenizers import image_identity, require_tokenizers
 from volunteer_kit.runs import RunConfig, load_run, require_pictures

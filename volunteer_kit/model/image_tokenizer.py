@@ -1,5 +1,5 @@
-"""A small discrete autoencoder: a picture as fmap x fmap codes, each for one square patch. And how any image tokenizer,
-this one or a Vqgan, is found by its name, read and written.
+"""A small discrete autoencoder: a picture as fmap x fmap codes, each for one square patch. And how the weights of any
+image tokenizer, this one or a Vqgan, are read and written.
 
 The encoder may look no further than its patch, so that the same patch gives the same code wherever it lies: that is
 what a transformer learns fastest. The decoder sees neighbouring codes and draws edges across patches. Codes are found
@@ -10,57 +10,45 @@ the batch (Dhariwal et al. 2020, https://arxiv.org/abs/2005.00341).
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from volunteer_kit.model.vqgan import Vqgan, VqganConfig
+from volunteer_kit.model.image_tokenizer_config import (
+    PUBLISHED,
+    WEIGHTS,
+    ImageTokenizerError,
+    PatchVQConfig,
+    VqganConfig,
+    broken_tokenizer,
+    image_tokenizer_config,
+    image_tokenizer_file,
+    published_file,
+    read_header,
+)
+from volunteer_kit.model.vqgan import Vqgan
 from volunteer_kit.storage import part_folder, put_in_place
 
-WEIGHTS = Path(__file__).parent / "weights"
-# Published tokenizers, by the name that a run file gives. Each machine keeps its own copy, converted once
-PUBLISHED = {"vqgan-f8-8192": VqganConfig()}
-PAGE = "https://heibox.uni-heidelberg.de/d/2e5662443a6b4307b470/"  # taming-transformers' README links to it
-DOWNLOAD = f"{PAGE}files/?p=%2Fckpts%2Flast.ckpt&dl=1"
-
-
-class ImageTokenizerError(OSError):
-    """Weights of an image tokenizer that cannot be used; the message says why and what to do."""
-
-
-class PatchVQConfig(BaseModel):
-    """The shape of a PatchVQ. A file of a stranger says it before its weights are looked at, so it is bounded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    image_size: int = Field(32, gt=0, le=8192)  # pixels a side
-    fmap: int = Field(8, gt=0, le=1024)  # codes a side
-    num_codes: int = Field(128, gt=1, le=2**20)
-    code_dim: int = Field(16, gt=0, le=2**16)
-    hidden: int = Field(64, gt=0, le=2**16)
-    encoder_blocks: int = Field(1, ge=0, le=64)
-    # patches around its own that a code may look at, for each encoder block
-    encoder_reach: int = Field(0, ge=0, le=1024)
-    decoder_blocks: int = Field(2, ge=0, le=64)
-
-    @property
-    def patch(self) -> int:
-        """Pixels a side that one code stands for."""
-        return self.image_size // self.fmap
-
-    @model_validator(mode="after")
-    def _patches_fit(self) -> PatchVQConfig:
-        if self.image_size % self.fmap:
-            raise ValueError(f"{self.image_size} pixels do not divide into {self.fmap} patches; choose a divisor")
-        return self
+__all__ = [
+    "PUBLISHED",
+    "WEIGHTS",
+    "ImageTokenizer",
+    "ImageTokenizerError",
+    "PatchVQ",
+    "PatchVQConfig",
+    "VqganConfig",
+    "image_tokenizer_config",
+    "image_tokenizer_file",
+    "load_image_tokenizer",
+    "published_file",
+    "save_vqgan",
+]
 
 
 class Reconstruction(NamedTuple):
@@ -152,10 +140,7 @@ class PatchVQ(nn.Module):
 
 
 ImageTokenizer = PatchVQ | Vqgan
-KINDS: dict[str, tuple[type[BaseModel], type[nn.Module]]] = {
-    "patch_vq": (PatchVQConfig, PatchVQ),
-    "vqgan": (VqganConfig, Vqgan),
-}  # by the one field of a file's header
+KINDS: dict[str, type[PatchVQ] | type[Vqgan]] = {"patch_vq": PatchVQ, "vqgan": Vqgan}
 
 
 def save_vqgan(path: str | Path, tokenizer: Vqgan) -> None:
@@ -171,77 +156,20 @@ def load_image_tokenizer(name_or_path: str | Path) -> ImageTokenizer:
     """
     path = image_tokenizer_file(name_or_path)
     try:
-        kind, config, tensors = _read(path)
+        with safe_open(path, framework="pt") as file:
+            kind, config = read_header(file)
+            # copies: tensors that stay mapped to a file crash the process when somebody rewrites that file
+            tensors = {name: file.get_tensor(name).to(torch.float32, copy=True) for name in file.keys()}
         with torch.device("meta"):  # draws no random weights
-            tokenizer = kind(config)
+            tokenizer = KINDS[kind](config)
         tokenizer.load_state_dict(tensors, assign=True)
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise ValueError("its weights are not finite")
         if config != PUBLISHED.get(str(name_or_path), config):
             raise ValueError("its sizes are not those of the published one")
     except (SafetensorError, ValidationError, ValueError, RuntimeError) as error:
-        raise _broken(path, error) from error
+        raise broken_tokenizer(path, error) from error
     return tokenizer.eval().requires_grad_(False)
-
-
-def image_tokenizer_config(name_or_path: str | Path) -> PatchVQConfig | VqganConfig:
-    """Its sizes, without reading the weights; of a published one, without having them. Raises ImageTokenizerError."""
-    if str(name_or_path) in PUBLISHED:
-        return PUBLISHED[str(name_or_path)]
-    path = image_tokenizer_file(name_or_path)
-    try:
-        return _read(path, weights=False)[1]
-    except (SafetensorError, ValidationError, ValueError) as error:
-        raise _broken(path, error) from error
-
-
-def image_tokenizer_file(name_or_path: str | Path) -> Path:
-    """Where an image tokenizer's weights lie. Raises ImageTokenizerError that says how to get missing ones."""
-    name = str(name_or_path)
-    if name in PUBLISHED and not published_file(name).is_file():
-        raise ImageTokenizerError(
-            f"The image tokenizer {name!r} is not on this machine (it would be {published_file(name)}).\n"
-            f"1. Download the published checkpoint, last.ckpt (376 MB, a pickle), from {PAGE}\n"
-            f"   curl -L -o last.ckpt '{DOWNLOAD}'\n"
-            f"2. Convert it, once: volunteer-kit convert last.ckpt {name}\n"
-            "3. Or use a run whose tokenizer ships with the kit: demo, emoji"
-        )
-    shipped = WEIGHTS / f"{name}.safetensors"
-    path = published_file(name) if name in PUBLISHED else shipped if name in _shipped() else Path(name)
-    if not path.is_file():
-        raise ImageTokenizerError(f"There is no image tokenizer {name!r}. {_advice()}")
-    return path
-
-
-def published_file(name: str) -> Path:
-    """Where a published tokenizer's converted weights are kept: $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit."""
-    home = os.environ.get("VOLUNTEER_KIT_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "volunteer_kit") / f"{name}.safetensors"
-
-
-def _shipped() -> list[str]:
-    return sorted(file.stem for file in WEIGHTS.glob("*.safetensors"))
-
-
-def _advice() -> str:
-    known = ", ".join([*_shipped(), *PUBLISHED])
-    return f"Use one of {known}, or train your own: volunteer-kit train-tokenizer --help"
-
-
-def _broken(path: Path, error: Exception) -> ImageTokenizerError:
-    reason = str(error).splitlines()[0]
-    return ImageTokenizerError(f"{path} is no intact image tokenizer ({reason}). {_advice()}")
-
-
-def _read(path: Path, weights: bool = True) -> tuple[type[nn.Module], Any, dict[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata() or {}
-        key = next((key for key in KINDS if key in header), "patch_vq")
-        config_type, kind = KINDS[key]
-        config = config_type.model_validate(json.loads(header.get(key, "null")))
-        # copies: tensors that stay mapped to a file crash the process when somebody rewrites that file
-        names = file.keys() if weights else ()
-        return kind, config, {name: file.get_tensor(name).to(torch.float32, copy=True) for name in names}
 
 
 def _write(path: str | Path, tensors: dict[str, Tensor], key: str, config: BaseModel) -> None:

@@ -9,68 +9,17 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from volunteer_kit.model import upstream
+from volunteer_kit.model.image_tokenizer_config import VqganConfig
 
 # pixels in one pass: four images of 256x256; with the published layers their activations take half a GB
 PIXELS_AT_ONCE = 4 * 256**2
 PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")  # the rest served training only
-
-
-class VqganConfig(BaseModel):
-    """The shape of a Vqgan, in taming's words; the defaults are those of the published f8 Gumbel model. A file of a
-    stranger says it before its weights are looked at, so it is bounded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    resolution: int = Field(256, gt=0, le=8192)  # pixels a side
-    ch: int = Field(128, gt=0, le=2**16)  # channels of the first level
-    ch_mult: tuple[int, ...] = Field((1, 1, 2, 4), min_length=1, max_length=10)  # each level halves the side
-    num_res_blocks: int = Field(2, gt=0, le=16)
-    attn_resolutions: tuple[int, ...] = Field((32,), max_length=10)  # sides at which the levels attend
-    z_channels: int = Field(256, gt=0, le=2**16)
-    embed_dim: int = Field(256, gt=0, le=2**16)
-    n_embed: int = Field(8192, gt=1, le=2**20)
-    in_channels: Literal[3] = 3
-    out_ch: Literal[3] = 3
-    double_z: Literal[False] = False
-
-    @property
-    def image_size(self) -> int:
-        """Pixels a side."""
-        return self.resolution
-
-    @property
-    def patch(self) -> int:
-        """Pixels a side that one code stands for."""
-        return 2 ** (len(self.ch_mult) - 1)
-
-    @property
-    def fmap(self) -> int:
-        """Codes a side."""
-        return self.resolution // self.patch
-
-    @property
-    def num_codes(self) -> int:
-        return self.n_embed
-
-    @model_validator(mode="after")
-    def _can_be_built(self) -> VqganConfig:
-        if self.resolution % self.patch:
-            raise ValueError(f"{self.resolution} pixels cannot be halved {len(self.ch_mult) - 1} times")
-        if any(self.ch * mult % 32 for mult in self.ch_mult):
-            raise ValueError(f"ch times ch_mult must be multiples of 32, the groups of a norm; ch is {self.ch}")
-        if self.z_channels != self.embed_dim:
-            raise ValueError(
-                f"Gumbel quantization reads z_channels ({self.z_channels}) from a layer of embed_dim ({self.embed_dim})"
-            )
-        return self
 
 
 class Vqgan(nn.Module):

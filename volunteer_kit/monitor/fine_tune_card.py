@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from volunteer_kit.model.transformers_model import TransformersConfig
+from volunteer_kit.model.transformers_config import TransformersConfig
 
 WHOLE_MODEL = "transformers"  # folder
 DATA = "Each volunteer trained on data of its own; the run's host knows which were asked for, and under which licence."
