@@ -7,7 +7,6 @@ another process. One process at a time trains in it: it holds the lock.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from volunteer_kit.storage import DamagedFile, keep_aside, part_folder, read_json, write_whole
+from volunteer_kit.storage.locks import LockFile, who_holds
 
 MAX_KNOWN_PEERS = 16
 SHORT_WHILE = 86400.0  # s; longer than most outages, and shorter than until somebody comes again with an old kit
@@ -51,7 +51,7 @@ class Home:
         cache = os.environ.get("VOLUNTEER_KIT_HOME")
         self.root = Path(cache) if cache else Path.home() / ".cache/volunteer_kit"
         self.path = Path(path) if path else self.root / "runs" / f"{run_id}-{fingerprint[:8]}"
-        self._lock: int | None = None
+        self._lock: LockFile | None = None
 
     @property
     def identity(self) -> Path:
@@ -85,30 +85,28 @@ class Home:
     # --- who trains here ---
 
     def lock(self, name: str = "volunteer", patience: float = 0.0) -> bool:
-        """Be the one who trains here, waiting `patience` s for another to go. False if that one stays.
+        """Be the one who trains here, waiting `patience` s for another to go. False if that one stays. Raises OSError.
 
         The system lets go when the holder dies. A worker's own lock, "worker", is held by all that were forked from it
         too: of a killed kernel's worker the peer is still saying goodbye, under the identity that the next worker has.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() >= deadline:
-                    os.close(descriptor)
-                    return False
-                time.sleep(0.1)
-        self._lock = descriptor
+        lock, deadline = LockFile(self.path / f"{name}.lock"), time.monotonic() + patience
+        while not lock.acquire():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+        self._lock = lock
         return True
 
     def unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
+
+    def who_holds(self, name: str = "volunteer") -> str:
+        """A line about the process that trains here, where it may be on another machine; "" else."""
+        return who_holds(self.path / f"{name}.lock")
 
     def require_room(self) -> None:
         """Raises OSError, in words, where the disk is full: what this machine gives could not be kept there."""

@@ -219,6 +219,12 @@ def _lock(house: Home) -> bool:
             "1. Make room or name another one: --home FOLDER, or join_swarm(..., home=FOLDER)\n"
             "2. Or move all of the kit's: export VOLUNTEER_KIT_HOME=FOLDER"
         ) from None
+    if not is_ours and (holder := house.who_holds()):
+        raise RunError(
+            f"Another machine seems to train in the folder {house.path}, which keeps who you are in this run.\n"
+            f"1. {holder}\n"
+            "2. Or give this machine a folder of its own: --home FOLDER, or join_swarm(..., home=FOLDER)"
+        )
     try:
         if is_ours:
             house.require_room()

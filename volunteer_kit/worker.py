@@ -112,7 +112,8 @@ def main() -> int:
     keep_token(spec.hf_token)
     home = Home(spec.home) if spec.home else None
     if home and not home.lock("worker", patience=PATIENCE):
-        voice("error", kind="home", message=f"Another worker holds {home.path}, and does not end: see `ps x`.")
+        way_out = home.who_holds("worker") or "See which: ps x"
+        voice("error", kind="home", message=f"Another worker holds {home.path}, and does not end.\n1. {way_out}")
         return REFUSED
 
     def end_broken(why: str) -> None:

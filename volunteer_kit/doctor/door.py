@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from volunteer_kit.doctor import looks, verdicts
+from volunteer_kit.doctor import locks, looks, verdicts
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
 
@@ -133,6 +133,7 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
     return [
         Look("memory", SHORT, lambda: looks.memory(parameters)),
         Look("disk", SHORT, lambda: looks.disk(home, state)),
+        Look("locks", SHORT, lambda: locks.look(home)),
         Look("Hub", SHORT, lambda: looks.hub(endpoint, needs_hub)),
         Look("clock", 2 * SHORT, lambda: looks.clock([*clocks, endpoint])),
     ]
@@ -190,16 +191,12 @@ def host_side(run: str | Path | None, run_id: str, folder: str | Path | None) ->
 
 
 def _is_locked(path: Path) -> bool:
-    import fcntl
+    from volunteer_kit.storage.locks import is_locked
 
     try:
-        with path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
+        return is_locked(path)
     except OSError:
-        return True
-    return False
+        return True  # it is another user's
 
 
 def _ports(host: HostSide) -> Finding:

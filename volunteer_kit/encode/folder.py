@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -18,6 +16,7 @@ from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import shown
 from volunteer_kit.encode.settings import Settings
 from volunteer_kit.storage import DamagedFile, read_json, write_whole
+from volunteer_kit.storage.locks import LockFile, who_holds
 
 LOCK = ".lock"
 LARGEST_REPORT = 2**28  # bytes; it names every record that was left out
@@ -102,31 +101,21 @@ def locked(folder: Path) -> Iterator[int]:
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file, not a folder.\n1. Name the folder for the code shards last.")
     folder.mkdir(parents=True, exist_ok=True)
-    path, deadline = folder / LOCK, time.monotonic() + ORPHANS
-    while (descriptor := _lock(path)) is None:
+    lock, deadline = LockFile(folder / LOCK, mode=0o644), time.monotonic() + ORPHANS
+    while not lock.acquire():
         if time.monotonic() > deadline:
+            holder = who_holds(lock.path)
             raise DataError(
                 f"Another encoder is at work in {folder}.\n"
                 "1. Wait for it, or stop it.\n2. Or name another folder, for other shards."
+                + (f"\n3. {holder}" if holder else "")
             )
         time.sleep(0.05)
     try:
-        yield descriptor
+        yield lock.descriptor
     finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _lock(path: Path) -> int | None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else its owner removed it meanwhile
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(descriptor)
-    return None
+        lock.path.unlink(missing_ok=True)
+        lock.release()
 
 
 def refuse_other_settings(folder: Path, settings: Settings) -> None:

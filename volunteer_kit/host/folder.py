@@ -68,6 +68,7 @@ class HostFolder:
             f"Another host runs in {self.path}.\n"
             "1. See which: ps x | grep volunteer-kit\n"
             "2. End that one (Ctrl-C), or give this one a folder of its own: --folder PATH"
+            + (f"\n3. {holder}" if (holder := self._lock.who_holds("host")) else "")
         )
 
     def unlock(self) -> None:

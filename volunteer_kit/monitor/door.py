@@ -70,6 +70,7 @@ def monitor_run(
         raise MonitorError(
             f"Another monitor runs in {home.path}.\n1. See which: fuser -v {home.path}/monitor.lock\n"
             "2. A second one of the same run needs a folder of its own: --folder PATH"
+            + (f"\n3. {holder}" if (holder := home.who_holds("monitor")) else "")
         )
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     addresses = Addresses(

@@ -7,7 +7,7 @@ locked folder alone.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import shutil
 import stat
@@ -16,11 +16,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from volunteer_kit.storage.locks import LockFile, is_locked, try_flock
+
 PREFIX = "volunteer-kit-sockets-"  # of folders that are locked
 NEW_PREFIX = "volunteer-kit-starting-"  # of those that may not be locked yet
 MAX_BASE = 40  # characters; the system allows 107 (103 on macOS), and PREFIX and hivemind's names take 60
+LOCK = ".lock"  # a file in the folder, where folders cannot be locked
 YOUNG = 60.0  # s in which a new folder may not be locked yet
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _in_use: set[SocketFolder] = set()  # by peers of this process
 
 
@@ -31,7 +35,10 @@ class SocketFolder:
         base = base_folder()
         remove_stale_folders()
         new = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=base))
-        self._lock: int | None = lock_folder(new)
+        self._lock: int | None = os.open(new, _FOLDER)
+        self._lock_file = None if try_flock(self._lock, shared=True) else LockFile(new / LOCK)
+        if self._lock_file is not None:
+            self._lock_file.acquire()
         self.path = new.rename(base / new.name.replace(NEW_PREFIX, PREFIX))
         _in_use.add(self)
 
@@ -46,6 +53,8 @@ class SocketFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+            if self._lock_file is not None:
+                self._lock_file.release()
             _in_use.discard(self)
 
 
@@ -71,22 +80,29 @@ def remove_stale_folders() -> None:
             about = folder.lstat()
             starting = folder.name.startswith(NEW_PREFIX) and time.time() - about.st_mtime <= YOUNG
             if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not starting:
-                lock = lock_folder(folder, fcntl.LOCK_EX)
-                try:
-                    shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(lock)
+                _remove_if_stale(folder)
 
 
-def lock_folder(folder: Path, kind: int = fcntl.LOCK_SH) -> int:
-    """Lock `folder` (fcntl.LOCK_SH or LOCK_EX) -> a descriptor that holds the lock until it is closed.
-
-    Raises OSError if another process holds a lock that excludes this one.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _remove_if_stale(folder: Path) -> None:
+    """Raises OSError."""
+    descriptor = os.open(folder, _FOLDER)
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BaseException:
+        is_stale = try_flock(descriptor)
+        if is_stale is None:
+            is_stale = (folder / LOCK).exists() and not is_locked(folder / LOCK)
+        if is_stale:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
         os.close(descriptor)
-        raise
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock `folder` as one of several -> a descriptor that holds the lock until it is closed.
+
+    Raises OSError if another process holds it alone, and where folders cannot be locked.
+    """
+    descriptor = os.open(folder, _FOLDER)
+    if not try_flock(descriptor, shared=True):
+        os.close(descriptor)
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(folder))
     return descriptor

@@ -9,7 +9,6 @@ nothing in another container or on another machine that shares the folder.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -18,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from volunteer_kit.storage.locks import try_lock
 
 LEFT_FOR = 3600.0  # s without a change; where locks do not work, a part this old has no writer
 
@@ -115,7 +116,7 @@ def clear_if_left(part: Path) -> bool:
         is_folder = part.is_dir() and not part.is_symlink()
         descriptor = os.open(part, os.O_RDONLY if is_folder else os.O_RDWR | os.O_NOFOLLOW)
         try:
-            held = _lock(descriptor)
+            held = try_lock(descriptor)
             is_left = held if held is not None else time.time() - _changed_at(part) > LEFT_FOR
             if is_left:
                 _delete(part)
@@ -178,20 +179,8 @@ def _new_part(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         descriptor = make(part)
         try:
-            if _lock(descriptor) is not False and os.path.samestat(os.fstat(descriptor), os.stat(part)):
+            if try_lock(descriptor) is not False and os.path.samestat(os.fstat(descriptor), os.stat(part)):
                 return part, descriptor
         except FileNotFoundError:
             pass
         os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock an open file or folder. :returns: whether this descriptor has the lock now; None where the file system knows
-    no such locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
