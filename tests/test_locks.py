@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -14,14 +15,19 @@ from pathlib import Path
 
 import pytest
 
+from volunteer_kit.auth.authority.settings import AuthorityError
+from volunteer_kit.auth.authority.storage import Storage
 from volunteer_kit.doctor import locks as doctor_locks
 from volunteer_kit.encode.folder import locked
 from volunteer_kit.home import Home
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostError
+from volunteer_kit.journal.file import JournalError
+from volunteer_kit.journal.file import told as in_words
 from volunteer_kit.storage import locks
 from volunteer_kit.storage.locks import LockFile, is_locked, try_lock, who_holds
 from volunteer_kit.storage.socket_folders import SocketFolder, remove_stale_folders
+from volunteer_kit.storage.sqlite import lacks_locks
 
 LACKS = {"flock": (), "no flock": ("flock",), "no locks": ("flock", "fcntl", "lockf")}
 HOLDER = """
@@ -161,3 +167,16 @@ def test_the_doctor_finds_locks_that_exclude_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     found = doctor_locks.look(tmp_path)
     assert found.level == "warning" and "two processes have one lock" in found.text
+
+
+def test_a_database_names_the_locks_that_it_lacks(tmp_path, monkeypatch):
+    """SQLite calls that a disk I/O error."""
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: None)
+    assert lacks_locks(tmp_path / "journal.sqlite") == ""
+    without(monkeypatch, ["lockf"])
+    told = f"The file system of {tmp_path} knows no record locks"
+    with pytest.raises(JournalError, match=told), in_words(tmp_path / "journal.sqlite"):
+        raise sqlite3.OperationalError("disk I/O error")
+    (tmp_path / "authority.sqlite").mkdir()
+    with pytest.raises(AuthorityError, match=told):
+        Storage(tmp_path / "authority.sqlite", "demo")

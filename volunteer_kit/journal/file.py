@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from volunteer_kit.packages import update_lines
+from volunteer_kit.storage.sqlite import lacks_locks
 
 FORMAT = 1  # PRAGMA user_version
 BUSY = 10.0  # s to wait for the other process; a write takes milliseconds
@@ -125,6 +126,8 @@ def told(path: Path) -> Iterator[None]:
 
 
 def _in_words(path: Path, reason: str) -> str:
+    if ("I/O" in reason or "lock" in reason) and (lack := lacks_locks(path)):
+        return lack
     if "full" in reason or "I/O" in reason or "No space" in reason:
         return (
             f"The disk does not take what should be written to {path} ({reason}).\n"

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -69,6 +70,19 @@ def _record_lock(descriptor: int, shared: bool) -> None:
         return
     kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0))
+
+
+def knows_record_locks(folder: Path) -> bool:
+    """Whether POSIX record locks, which SQLite needs, work in a folder; True where no file can be made to try."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+    except OSError:
+        pass
+    return True
 
 
 class Holder(NamedTuple):

@@ -17,6 +17,7 @@ from volunteer_kit.auth.authority.backups import Backups, damaged, is_damage, re
 from volunteer_kit.auth.authority.settings import AuthorityError
 from volunteer_kit.auth.authority.tables import SCHEMA, RunRow, Table
 from volunteer_kit.packages import setup_command
+from volunteer_kit.storage.sqlite import lacks_locks
 
 PATIENCE = 5  # s that a statement waits for another's lock, or for a connection
 LOST_CHANGES = 1000  # of the ban list, at most, since the backup was made
@@ -49,6 +50,8 @@ class Storage:
             self.close()
             if is_new:
                 self.file.unlink(missing_ok=True)  # an empty one is taken for a loss
+            if self.file is not None and (lack := lacks_locks(self.file)):
+                raise AuthorityError(lack) from None
             raise AuthorityError(
                 f"The authority's database {where} cannot be used ({_cause(error)}).\n"
                 "1. Look whether it is running, may be written to, and has room.\n"
