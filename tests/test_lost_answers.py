@@ -194,6 +194,33 @@ def test_they_are_kept_no_longer_than_somebody_may_ask():
     asyncio.run(asyncio.wait_for(story(), 10))
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["kept twice", "dropped from the log meanwhile"])
+def test_answers_that_are_kept_twice_stay_as_long_as_the_later_ones(dropped):
+    """A round that is tried again has the same id: the first timer must not end the second one's answers."""
+    first, second = (GivenAnswers(MEMBERS[:2], own=0, sizes=(1, 1), patience=0.01) for _ in range(2))
+
+    async def story():
+        broken = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, told: broken.append(told.get("exception")))
+        kept = server()
+        kept._keep_answers(b"round", first, seconds=0.01)
+        if dropped:
+            del kept._kept_answers[b"round"]
+        else:
+            kept._keep_answers(b"round", second, seconds=300.0)
+        passed = loop.create_future()
+        loop.call_later(0.05, passed.set_result, None)  # the loop runs its timers in order
+        await passed
+        assert not broken and list(kept._kept_answers.values()) == ([] if dropped else [second])
+        kept._keep_answers(b"round", second, seconds=0.01)
+        while kept._kept_answers:
+            await asyncio.sleep(0.01)
+        assert not broken
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
 QUESTIONS = [
     b"", b"\xc1", b"\x91" * 900, bytes(2**20), msgpack.packb(7), msgpack.packb({}), msgpack.packb([b"round", 1]),
     msgpack.packb([[b"round"], 1, 0]), msgpack.packb([b"round", "1", 0]), msgpack.packb([b"round", True, 0]),

@@ -103,15 +103,23 @@ class AnswersKept:
 
     def _begin_to_keep(self) -> None:
         self._kept_answers: dict[bytes, GivenAnswers] = {}  # by the id of the exchange
+        self._let_go_at: dict[bytes, asyncio.TimerHandle] = {}
 
     def _keep_answers(self, exchange_id: bytes, answers: GivenAnswers, seconds: float | None) -> None:
-        """:param seconds: from now, after which no other member can be asking any more"""
+        """The same id may come again, when a round is tried again: the newest answers and their time hold.
+
+        :param seconds: from now, after which no other member can be asking any more
+        """
+        if earlier := self._let_go_at.pop(exchange_id, None):
+            earlier.cancel()
         self._kept_answers[exchange_id] = answers
-        loop = asyncio.get_running_loop()
-        loop.call_later(NO_TIMEOUT if seconds is None else seconds, self._let_go, exchange_id)
+        wait = NO_TIMEOUT if seconds is None else seconds
+        self._let_go_at[exchange_id] = asyncio.get_running_loop().call_later(wait, self._let_go, exchange_id)
 
     def _let_go(self, exchange_id: bytes) -> None:
-        if not self._kept_answers[exchange_id].is_logged:
+        self._let_go_at.pop(exchange_id, None)
+        answers = self._kept_answers.get(exchange_id)  # the log may have dropped them since
+        if answers is not None and not answers.is_logged:
             del self._kept_answers[exchange_id]
 
     async def rpc_count_answers(
