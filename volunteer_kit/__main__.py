@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 
 
 def main() -> None:
     """The command line. Without the packages that it is made of, their install line and exit code 78."""
+    output.keep_up()
     try:
         from volunteer_kit.cli import main as run
     except ModuleNotFoundError as error:

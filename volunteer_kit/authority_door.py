@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.auth.access_token import KeyFolder, TokenError, Trust
 from volunteer_kit.run_reader import read_small, read_yaml
 from volunteer_kit.runs import AuthorityConfig, RunConfig, RunError, load_run
@@ -27,7 +27,7 @@ def serve_authority(
     behind_proxy: bool = False,
     token_lifetime: float | None = None,
     run_link: str = "",
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
 ) -> None:
     """Until SIGTERM or Ctrl-C; says one JSON line {"ready": {"url", "moderate", "port"}} when it serves.
 
@@ -88,7 +88,7 @@ def serve_authority(
 
 
 def rotate_key(
-    run: str | Path | RunConfig, *, folder: str | Path | None = None, say: Callable[[str], None] = print
+    run: str | Path | RunConfig, *, folder: str | Path | None = None, say: Callable[[str], None] = output.say
 ) -> None:
     """Give the authority a new key. One that is running takes it up within seconds, and nobody is sent away: what the
     old one signed stays good until it expires. Needs root.pem. Raises RunError, KeysError."""
@@ -100,7 +100,7 @@ def rotate_key(
     say(f"The authority of {config.run_id} signs with a new key from now on; it is renewed by itself before {until}.")
 
 
-def make_keys(run: str, *, folder: str | Path | None = None, say: Callable[[str], None] = print) -> str:
+def make_keys(run: str, *, folder: str | Path | None = None, say: Callable[[str], None] = output.say) -> str:
     """The run's keys, made if there are none; :returns: and says the public one, which the run file has to have.
 
     `run`: the run's id, or its file, which need not be complete yet. Raises RunError, KeysError.

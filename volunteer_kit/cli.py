@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor, packages
+from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor, output, packages
 from volunteer_kit.cli_words import listed
 from volunteer_kit.widgets.words import plain_lines
 
@@ -252,7 +252,7 @@ def encode(
     packages.require("encode")
     from volunteer_kit.encode.door import encode as door
 
-    result = door(shards, out, run=run, workers=workers, threads=threads, say=functools.partial(print, flush=True))
+    result = door(shards, out, run=run, workers=workers, threads=threads, say=output.say)
     if result.interrupted:
         raise typer.Exit(130)
 
@@ -303,6 +303,7 @@ for _more in (cli_host, cli_machine, cli_monitor, cli_dashboard):
 
 def main() -> None:
     """The console script."""
+    output.keep_up()
     app()
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 
 Run = Annotated[str, typer.Argument(help="A run's name, the path of its YAML file, or org/name.")]
 Name = Annotated[str, typer.Argument(help="A name at the Hugging Face Hub.")]
 OfRun = Annotated[str | None, typer.Option("--run", help="The run whose authority is meant.")]
 Url = Annotated[str | None, typer.Option(help="The authority's address, instead of a run.")]
-_say = functools.partial(print, flush=True)
+_say = output.say
 
 
 def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections.abc import Callable
@@ -11,11 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from volunteer_kit import output
 from volunteer_kit.cli_words import group_for, listed
 
 Maddrs = list[str] | None
 HUB_REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-say = functools.partial(print, flush=True)
+say = output.say
 
 
 def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:

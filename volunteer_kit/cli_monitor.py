@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from volunteer_kit import output
 from volunteer_kit.cli_words import group_for, listed
 
 Run = Annotated[str, typer.Argument(help="The run: its name, file, link, or org/name.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder of what it keeps; default: ./RUN_ID-host/monitor")]
 Keys = Annotated[Path | None, typer.Option(help="The run's keys; default: keys/ beside the folder.")]
 Addresses = Annotated[list[str] | None, typer.Option(help="Repeated, or with commas between them.")]
-_say = functools.partial(print, flush=True)
+_say = output.say
 
 
 def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:

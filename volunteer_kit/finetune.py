@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from volunteer_kit import output
 from volunteer_kit.model.transformers_model import Quantization, build_transformers
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.robust.rules import rule
@@ -150,7 +151,7 @@ class RunDoor:
 
     def emit(self, event: str, message: str = "", **fields: Any) -> None:
         if event == "warning":
-            print(message)
+            output.say(message)
 
     @property
     def why_sent_away(self) -> str | None:

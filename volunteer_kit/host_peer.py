@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from volunteer_kit import output
 from volunteer_kit.auth.access_token import KeysError
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import RunConfig, load_run, run_key_of
@@ -29,6 +30,7 @@ from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 if the peer cannot start."""
+    output.keep_up()
     options = _options(words)
     try:
         config = load_run(options.run)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.packages import EXTRAS, KIT, UPSTREAM, Lack, name_of
 
 OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
@@ -50,7 +50,7 @@ class SetupError(OSError):
     output = ""
 
 
-def set_up(purposes: Sequence[str] = (), *, say: Callable[[str], None] = print) -> bool:
+def set_up(purposes: Sequence[str] = (), *, say: Callable[[str], None] = output.say) -> bool:
     """Install what the kit lacks here for training, and for `purposes`.
 
     :param purposes: keys of packages.EXTRAS, or names of the kit's extras: host, finetune, metrics, tpu

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from volunteer_kit import output
+
 NOTEBOOKS = Path(__file__).parent / "notebooks"  # in a checkout a link to notebooks/
 
 
@@ -18,7 +20,7 @@ def notebook_names() -> list[str]:
     return sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
-def write_notebook(name: str, out: str | Path | None = None, say: Callable[[str], None] = print) -> Path:
+def write_notebook(name: str, out: str | Path | None = None, say: Callable[[str], None] = output.say) -> Path:
     """Copy a notebook of the kit, and never over another file.
 
     :param out: a file, or a folder; default: ./NAME.ipynb

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from volunteer_kit import output
 from volunteer_kit.data.laion import LaionSource
 from volunteer_kit.data.scenes import all_scenes, check, sample_scene
 from volunteer_kit.data.settings import Filters
@@ -65,6 +66,7 @@ class Report(NamedTuple):
 
 def main(name: str = "scenes32", data: str | Sequence[str] | None = None) -> Report:
     """Make a shipped tokenizer anew, in its place in the package."""
+    output.keep_up()
     return train_tokenizer(WEIGHTS / f"{name}.safetensors", name, data=data)
 
 
@@ -76,7 +78,7 @@ def train_tokenizer(
     batch_size: int | None = None,
     seed: int = 0,
     data: str | Sequence[str] | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
     **sizes: int,
 ) -> Report:
     """Train a PatchVQ, write it to `out` (safetensors, fp16) and measure it on what it was not trained on.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.auth.login import Identity, Login
 from volunteer_kit.companion import Companion, swarm_of_two
 from volunteer_kit.home import Home
@@ -49,6 +49,7 @@ class Contribution:
     error: str | None = None  # in plain words, if the worker could not go on
 
 
+@output.kept_up()
 def join_swarm(
     run: str | Path = "demo",
     *,

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.training.protocol import (
     BROKEN,
     OFFLINE,
@@ -38,7 +38,7 @@ class Voice:
     """Events to the supervisor. What libraries print must not land among them, so stdout is theirs no longer."""
 
     def __init__(self):
-        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._lock = threading.Lock()
 
@@ -55,7 +55,7 @@ def own_stdin() -> io.FileIO:
     """stdin without Python's buffer: a thread that waits in the buffer holds its lock, and every process forked
     meanwhile (hivemind's) would wait for that lock for ever."""
     raw = os.fdopen(os.dup(0), "rb", buffering=0)
-    sys.stdin = open(os.devnull)
+    sys.stdin = open(os.devnull, encoding="utf-8")
     return raw
 
 
@@ -85,6 +85,7 @@ class Orders:
 
 def main() -> int:
     """Read the spec, train until told otherwise. :returns: the exit code."""
+    output.keep_up()
     voice, stdin = Voice(), own_stdin()
     try:  # takes seconds, in which the volunteer may still be reading what it is all about
         from volunteer_kit.auth.process_token import keep_token

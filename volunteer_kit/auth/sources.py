@@ -40,7 +40,7 @@ def _machine() -> Found | None:
         return None
     where = "the login on this machine"
     read: Callable[[], str | None] = getattr(_auth, "_get_token_from_file_refreshed", None) or (
-        lambda: Path(constants.HF_TOKEN_PATH).read_text().strip()
+        lambda: Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip()
     )
     try:
         return Found(where, read())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.convert.dalle import export_dalle, import_dalle, is_dalle
 from volunteer_kit.convert.files import ConvertError, Source, read_checkpoint, sha256_of, tensors_of
 from volunteer_kit.convert.vqgan import convert_vqgan, is_vqgan
@@ -25,7 +25,7 @@ def convert(
     *,
     run: str | Path | RunConfig | None = None,
     config: str | Path | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
 ) -> Path:
     """Convert `source` and write `target`; returns the path of what was written.
 

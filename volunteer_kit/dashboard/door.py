@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from volunteer_kit import output
 from volunteer_kit.bounded_http import LOOPBACK, BoundedServer, HttpLimits
 from volunteer_kit.dashboard.app import make_app
 from volunteer_kit.dashboard.board import Board
@@ -79,6 +80,7 @@ def _url(host: str, listener: socket.socket) -> str:
 
 
 def _main() -> None:  # python -m volunteer_kit.dashboard.door RUN FOLDER PORT: for tests, without the command line
+    output.keep_up()
     run, folder, port = sys.argv[1:4]
     serve(run, folder=folder, port=int(port))
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.checkpoint import Checkpoint
 from volunteer_kit.demo.state import DemoState, first_and_last_loss
 from volunteer_kit.demo.swarm import DemoError, DemoSwarm
@@ -35,6 +35,7 @@ FIRST_WAIT = 0.25  # part of the training time that the second act waits for the
 GRACE = 120.0  # s beyond the training time for volunteers that are not back yet, on a busy machine
 
 
+@output.kept_up()
 def run_demo(
     run: str | Path | RunConfig = "demo",
     data: str | Sequence[str] | None = None,
@@ -188,7 +189,7 @@ def _conclude(config: RunConfig, swarm: DemoSwarm, folder: Path, seconds: float)
     from volunteer_kit.demo.pictures import make_pictures
 
     state = swarm.state
-    _say("The volunteers have left. Measuring what they made ...")
+    output.say("The volunteers have left. Measuring what they made ...")
     checkpoints = swarm.final_checkpoints()
     complete = len(checkpoints) == len(swarm.names)
     late = swarm.late if swarm.late in checkpoints else None
@@ -229,18 +230,18 @@ def _conclude(config: RunConfig, swarm: DemoSwarm, folder: Path, seconds: float)
         reconstruction_error=shown.reconstruction_error,
         problems=tuple(problems),
     )
-    _say("")
+    output.say("")
     lines = report.summary(
         result, state, seconds=seconds, level=config.data.level if scores else None,
         same_bytes=bool(agreement and agreement.same_bytes),
     )  # fmt: skip
     for line in lines:
-        _say(line)
+        output.say(line)
     (folder / "summary.txt").write_text("\n".join([*lines, result.json_line(), ""]), encoding="utf-8")
-    _say("")
-    _say(f"Loss curve   {curve}\nPictures     {shown.path}\nThe model    {kept}")
-    _say(f"Summary      {folder / 'summary.txt'}\nLogs         {swarm.logs}")
-    _say(result.json_line())
+    output.say("")
+    output.say(f"Loss curve   {curve}\nPictures     {shown.path}\nThe model    {kept}")
+    output.say(f"Summary      {folder / 'summary.txt'}\nLogs         {swarm.logs}")
+    output.say(result.json_line())
     return result
 
 
@@ -253,11 +254,7 @@ def _rescue(swarm: DemoSwarm, folder: Path) -> None:
     """The demo ends early: what was trained so far is kept."""
     saved = swarm.newest_saved()
     if saved is not None:
-        _say(f"The model of epoch {saved.epoch} is kept in {_keep(saved, folder)}")
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+        output.say(f"The model of epoch {saved.epoch} is kept in {_keep(saved, folder)}")
 
 
 def _make_folder(out: str | Path | None, run_id: str) -> Path:

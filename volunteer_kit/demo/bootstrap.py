@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 
+from volunteer_kit import output
 from volunteer_kit.swarm.children import end_program
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
@@ -17,6 +18,7 @@ from volunteer_kit.swarm.peer import PeerConfig, start_peer
 
 def main() -> int:
     """Returns the exit code: 2 if the peer cannot start, after a line with the reason."""
+    output.keep_up()
     try:
         peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=False))
     except SwarmError as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from volunteer_kit import output
 from volunteer_kit.device import DEMO, ORIGINAL, Device, DevicePlan, detect_device, plan_device, usable_memory
 
 
 def main() -> None:
+    output.keep_up()
     device = detect_device()
     print(f"Device   {_described(device)}")
     ram = usable_memory()[0] / 1e9

@@ -56,7 +56,7 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 

@@ -69,7 +69,7 @@ def _chips(root: Path) -> tuple[int, str | None]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip().lower()
+        return path.read_text(encoding="utf-8").strip().lower()
     except OSError:
         return ""
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from volunteer_kit import output
 from volunteer_kit.doctor import locks, looks, verdicts
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
@@ -31,7 +32,7 @@ def doctor(
     *,
     folder: str | Path | None = None,
     home: str | Path | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
 ) -> list[Finding]:
     """Look at everything at the same time, and tell what is wrong and what to do.
 

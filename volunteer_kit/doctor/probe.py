@@ -7,11 +7,14 @@ import asyncio
 import json
 import sys
 
+from volunteer_kit import output
+
 PEER_START = 45.0  # s; p2pd alone needs more than 15 s on a busy Colab VM
 CALL = 12.0  # s
 
 
 def main() -> int:
+    output.keep_up()
     verb, *words = sys.argv[1:]
     found = device() if verb == "device" else asyncio.run(peer(int(words[0]), words[1:]))
     print(json.dumps(found), flush=True)

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import expand_shards, shown
 from volunteer_kit.data.source import Limits
@@ -41,7 +41,7 @@ def encode(
     run: str | Path | RunConfig,
     workers: int | None = None,
     threads: int | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
 ) -> Encoded:
     """Make code shards of image shards, in the folder `out`, for runs with the image tokenizer and filters of `run`.
 

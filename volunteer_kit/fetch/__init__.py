@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from volunteer_kit import output
 from volunteer_kit.home import Home
 from volunteer_kit.process_group import kill_all, start, wait_for_exit
 from volunteer_kit.run_reader import RunError
@@ -45,7 +46,7 @@ def fetch_checkpoint(
     initial_peers: Sequence[str] = (),
     out: str | Path = "fetched",
     timeout: float | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
 ) -> Path:
     """Download the parameters that the swarm holds now and save them as a checkpoint in the folder `out`.
 
@@ -77,7 +78,7 @@ def _read(wanted: Wanted, deadline: float, say: Callable[[str], None], module: s
     they, or there would be no end of what can be read.
     """
     mark = f"VOLUNTEER_KIT_FETCH={secrets.token_hex(16)}"
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = start(module, mark, stderr=log, text=True)
         alarm = threading.Timer(deadline, kill_all, (process.pid, mark))
         watch = threading.Thread(target=_kill_the_rest, args=(process, mark), name="fetch", daemon=True)

@@ -6,13 +6,15 @@ import json
 import os
 import sys
 
+from volunteer_kit import output
 from volunteer_kit.fetch import Wanted
 
 
 def main() -> int:
     """Exit code 2 after an error that was told."""
+    output.keep_up()
     wanted = Wanted.model_validate_json(sys.stdin.readline())
-    out = os.fdopen(os.dup(1), "w", buffering=1)
+    out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is log
 
     def tell(**fields: str) -> None:

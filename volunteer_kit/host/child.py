@@ -15,16 +15,17 @@ import threading
 import time
 from contextlib import suppress
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 
 GRACE = 10.0  # s between SIGTERM and SIGKILL
 
 
 def main() -> None:
+    output.keep_up()
     module, *arguments = sys.argv[1:]
     leash = os.dup(0)
     os.set_inheritable(leash, False)
-    with open(os.devnull) as nothing:  # whoever reads stdin in there must not take what is meant for us
+    with open(os.devnull, "rb") as nothing:  # whoever reads stdin in there must not take what is meant for us
         os.dup2(nothing.fileno(), 0)
     threading.Thread(target=_follow, args=(leash,), name="leash", daemon=True).start()
     sys.argv = [module, *arguments]

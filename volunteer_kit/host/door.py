@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.host import parts
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.plain import host_peer_only
@@ -52,7 +52,7 @@ def host_run(
     announce_maddrs: Sequence[str] = (),
     initial_peers: Sequence[str] = (),
     stop: threading.Event | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
 ) -> None:
     """Keep a run up until Ctrl-C, SIGTERM or `stop`; says how to join and what happens. SIGKILL leaves nothing behind,
     and the next start goes on with the same addresses, keys, state and members.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from volunteer_kit import output
 from volunteer_kit.model.image_tokenizer import PatchVQ
 
 CONTINUOUS_SHARE = 0.35  # of the steps, before vectors are rounded to codes
@@ -79,7 +80,7 @@ def train(
     steps: int,
     lr: float = 3e-3,
     commitment: float = 0.25,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = output.say,
 ) -> None:
     """`next_images(step)` gives (B, 3, S, S) in [0, 1]."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=1e-4)

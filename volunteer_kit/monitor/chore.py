@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from volunteer_kit import output
+
 LIMIT = 2**20  # bytes of an answer
 NICE = 10  # training on the same cores goes first
 
@@ -81,7 +83,8 @@ class Chore:
 
 def do_chore(work: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     """The process's main: a line in, a line out. stdout is the answer's alone."""
-    out = os.fdopen(os.dup(1), "w")
+    output.keep_up()
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with suppress(OSError):
         os.nice(NICE)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 from volunteer_kit.auth.process_token import keep_token
 from volunteer_kit.home import Home
 from volunteer_kit.monitor import asked
@@ -47,7 +47,7 @@ def monitor_run(
     push_to: str | None = None,
     tracker: str | None = None,
     checkpoint_every: int = CHECKPOINT_EVERY,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
     done: Callable[[Monitor], bool] = lambda monitor: False,
 ) -> None:
     """Watch a run until SIGTERM or Ctrl-C; says one JSON line {"ready": {"peer_id", "maddrs"}} when it is up.
@@ -183,7 +183,7 @@ def roll_back(
     folder: str | Path | None = None,
     keys: str | Path | None = None,
     initial_peers: Sequence[str] = (),
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = output.say,
 ) -> None:
     """Order a run back to a checkpoint, by the monitor that runs in `folder`, or by one for this purpose.
 

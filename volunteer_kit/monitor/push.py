@@ -53,7 +53,7 @@ def push(task: dict[str, Any]) -> dict[str, Any]:
 def _run_file(run: dict[str, Any], path: Path) -> Path:
     import yaml
 
-    path.write_text(yaml.safe_dump(run, sort_keys=False, allow_unicode=True))
+    path.write_text(yaml.safe_dump(run, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return path
 
 

@@ -1,5 +1,5 @@
-"""What SQLite does not say in words: files that were cut off between two starts (it takes an empty one for new, and fills
-a cut page up), and file systems without the locks that it needs ("disk I/O error")."""
+"""What SQLite does not say in words: files that were cut off between two starts (it takes an empty one for new, and
+fills a cut page up), and file systems without the locks that it needs ("disk I/O error")."""
 
 from __future__ import annotations
 

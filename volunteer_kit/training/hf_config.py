@@ -121,7 +121,7 @@ def read_hivemind_config(config: Mapping[str, Any]) -> HivemindConfig:
 def read_json(text: str) -> Any:
     """The same from a command line: JSON, or the path of a file with it. Raises SwarmError."""
     try:
-        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _wrong(
             f"hivemind_config {text[:100]!r} is neither JSON nor a file with it: {error}.\n"

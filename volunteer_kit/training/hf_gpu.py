@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from transformers import TrainingArguments
 
+from volunteer_kit import output
+
 LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "RANK")  # a launcher has given this process its GPU
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -43,7 +45,7 @@ def see_one_gpu() -> int | None:
     os.environ[VISIBLE] = taken.uuid
     # CUDA reads the variable once, and torch.cuda.is_available() is enough for that; is_initialized() stays False then.
     if counted_by_cuda() == 1:
-        print(_words(len(gpus), taken.uuid, next(gpu.uuid for gpu in gpus if gpu is not taken)), flush=True)
+        output.say(_words(len(gpus), taken.uuid, next(gpu.uuid for gpu in gpus if gpu is not taken)))
         return None
     del os.environ[VISIBLE]
     uuids = uuids_of_cuda()
@@ -62,7 +64,7 @@ def use_one_gpu(args: TrainingArguments, index: int | None = None) -> bool:
     here = args.device.index or 0
     names = uuids_of_cuda() or [str(number) for number in range(args.n_gpu)]
     others = [name for number, name in enumerate(names) if number != here]
-    print(_words(args.n_gpu, f"{args.device} ({names[here]})", others[0]), flush=True)
+    output.say(_words(args.n_gpu, f"{args.device} ({names[here]})", others[0]))
     args._n_gpu = 1
     return True
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from hivemind.p2p import PeerID
 
+from volunteer_kit.output import say
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.failures import RoundCounts
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
@@ -97,7 +98,7 @@ class Member:
     def start(self) -> None:
         """Meet the others, take their state. Raises SwarmError."""
         for word in self.config.words:
-            print(word)
+            say(word)
         if not self.config.options.verbose:
             self._loudness = HIVEMIND.level
             HIVEMIND.setLevel(logging.ERROR)  # its processes inherit it
@@ -105,7 +106,7 @@ class Member:
         try:
             door = self.config.door
             self.peer = start_peer(self.config.peer, door.ask() if door is not None else None)
-            print(invitation(self.peer.visible_maddrs()), flush=True)
+            say(invitation(self.peer.visible_maddrs()))
             self.board = PeerBoard(self.peer.dht, self.config.run_id)
             self._trainers = PeerBoard(self.peer.dht, ALL_TRAINERS)
             if door is not None:
@@ -131,7 +132,7 @@ class Member:
     def _wait_for_others(self) -> None:
         tracker, wanted = self.swarm.tracker, self.config.wait_for_peers
         if tracker.global_progress.num_peers < wanted:
-            print(f"Waiting until {wanted} peers are here.", flush=True)
+            say(f"Waiting until {wanted} peers are here.")
         while tracker.global_progress.num_peers < wanted:
             self.peer.processes.raise_if_broken()
             tracker.attend(self.epoch)
@@ -143,7 +144,7 @@ class Member:
         if not others:
             runs = sorted({record.name for record in self._others(self._trainers)})
             if runs:
-                print(
+                say(
                     f"Nobody here trains {self.config.run_id!r} yet; others train {', '.join(map(repr, runs[:5]))}. "
                     "Only peers of one run_id average with each other."
                 )
@@ -223,7 +224,7 @@ class Member:
             report = self.swarm.reports.popleft()
             if report.is_postponed:
                 self.rounds.count(report)
-                print(f"Step {report.epoch} is tried again: {report.why_postponed}.")
+                say(f"Step {report.epoch} is tried again: {report.why_postponed}.")
                 continue
             self.last = report
             if self.samples == 0:  # whoever signs for us has to know how fast we are
@@ -232,14 +233,14 @@ class Member:
             self.rounds.count(self.last)
             self._on_report(self.last)
             if self.last.failure and self.last.uncertain:
-                print(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
+                say(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
             elif self.last.failure or self.last.apart:
-                print(f"Step {self.last.epoch}: out of step with the others; this peer takes their model and goes on.")
+                say(f"Step {self.last.epoch}: out of step with the others; this peer takes their model and goes on.")
         if self.swarm.cut_off != self._cut_off:
             self._cut_off = self.swarm.cut_off
             patience = self.config.options.alone_after
             alone = f" After {patience:g} s of silence this one goes on alone." if patience else ""
-            print(f"{self._cut_off}{alone}" if self._cut_off else "Others answer again, or are known to be gone.")
+            say(f"{self._cut_off}{alone}" if self._cut_off else "Others answer again, or are known to be gone.")
 
     def _keep_record(self) -> None:
         while not self._closing.is_set():
@@ -256,7 +257,7 @@ class Member:
         self.swarm_loss = sum(losses) / len(losses) if losses else None
         problem = self._mismatch(others)
         if problem and not self._told_of_mismatch:  # who came at the same moment as they could not be refused
-            print(problem, flush=True)
+            say(problem)
         self._told_of_mismatch = problem is not None
 
     def _record(self, name: str) -> PeerRecord:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from volunteer_kit import packages
+from volunteer_kit import output, packages
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -253,7 +253,7 @@ class SwarmCallback(TrainerCallback):
                 control.should_evaluate |= _is_due(args.eval_strategy, state.eval_steps, before, now)
         self.member.take_reports()
         if self.member.why_sent_away is not None:
-            print(self.member.why_sent_away)
+            output.say(self.member.why_sent_away)
             control.should_training_stop = True
 
     def on_epoch_end(self, args, state, control, **_):

@@ -153,7 +153,9 @@ class _Keys:
         while True:
             left = max(0.0, until - time.monotonic())
             ready, _, _ = select.select([self._descriptor], [], [], left)
-            data = os.read(self._descriptor, 64) if ready else b""
+            data = b""
+            with contextlib.suppress(OSError):  # the terminal is gone
+                data = os.read(self._descriptor, 64) if ready else b""
             found += data.decode(errors="ignore").lower()
             if not data:  # also at the end of input, which is always ready
                 time.sleep(max(0.0, until - time.monotonic()))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
+from volunteer_kit import output
 from volunteer_kit.widgets import words
 from volunteer_kit.widgets.progress import Progress, State
 from volunteer_kit.widgets.prompt import agree, terms_lines
@@ -20,7 +20,7 @@ class TextSurface:
 
     def __init__(self, *, accept_terms: bool = False, write: Callable[[str], None] | None = None) -> None:
         """`write` gets each line (None: standard output, at once)."""
-        self._accept_terms, self._write = accept_terms, write or _print
+        self._accept_terms, self._write = accept_terms, write or output.say
         self._state: State | None = None
         self._line_at = float("-inf")
         self._warned = float("-inf")
@@ -77,7 +77,3 @@ def status_line(progress: Progress) -> str:
         named = [f"{label.lower()} {facts[label]}" for label in ("Your samples", "Your speed", "Global step")]
         parts += [words.step_line(progress), ", ".join(named), words.loss_line(progress)]
     return ". ".join(parts)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)
