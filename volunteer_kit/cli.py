@@ -13,6 +13,7 @@ from rich.console import Console
 
 from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor, output, packages
 from volunteer_kit.cli_words import listed
+from volunteer_kit.storage.places import adopt_home, keep_others_out
 from volunteer_kit.widgets.words import plain_lines
 
 app = typer.Typer(
@@ -98,6 +99,8 @@ def _main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the libraries' own log lines.")] = False,
 ) -> None:
+    adopt_home(None)
+    keep_others_out()
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from volunteer_kit import output
 from volunteer_kit.cli_words import group_for, listed
+from volunteer_kit.storage.places import expanded
 
 Maddrs = list[str] | None
 HUB_REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
@@ -105,7 +106,7 @@ def start(
 
 
 def _absolute(path: str | None) -> str | None:
-    return str(Path(path).expanduser().absolute()) if path else None
+    return str(expanded(path).absolute()) if path else None
 
 
 def _print_service(run: str) -> None:

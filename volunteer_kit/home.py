@@ -21,6 +21,7 @@ from typing import Any
 
 from volunteer_kit.storage import DamagedFile, keep_aside, part_folder, read_json, write_whole
 from volunteer_kit.storage.locks import LockFile, who_holds
+from volunteer_kit.storage.places import NoHome, kit_folder, make_folder
 
 MAX_KNOWN_PEERS = 16
 SHORT_WHILE = 86400.0  # s; longer than most outages, and shorter than until somebody comes again with an old kit
@@ -45,13 +46,21 @@ class Home:
     """A folder; made when something is written.
 
     :param path: None: of its own for every run and its settings, below $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit
+
+    Raises NoHome without `path` for a user without a home folder.
     """
 
     def __init__(self, path: str | Path | None, run_id: str = "", fingerprint: str = ""):
-        cache = os.environ.get("VOLUNTEER_KIT_HOME")
-        self.root = Path(cache) if cache else Path.home() / ".cache/volunteer_kit"
-        self.path = Path(path) if path else self.root / "runs" / f"{run_id}-{fingerprint[:8]}"
+        self.path = Path(path) if path else kit_folder() / "runs" / f"{run_id}-{fingerprint[:8]}"
         self._lock: LockFile | None = None
+
+    @property
+    def root(self) -> Path:
+        """The kit's folder of this machine; where the user has no home, this one."""
+        try:
+            return kit_folder()
+        except NoHome:
+            return self.path
 
     @property
     def identity(self) -> Path:
@@ -90,7 +99,7 @@ class Home:
         The system lets go when the holder dies. A worker's own lock, "worker", is held by all that were forked from it
         too: of a killed kernel's worker the peer is still saying goodbye, under the identity that the next worker has.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         lock, deadline = LockFile(self.path / f"{name}.lock"), time.monotonic() + patience
         while not lock.acquire():
             if time.monotonic() >= deadline:

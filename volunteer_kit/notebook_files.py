@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from volunteer_kit import output
+from volunteer_kit.storage.places import expanded
 
 NOTEBOOKS = Path(__file__).parent / "notebooks"  # in a checkout a link to notebooks/
 
@@ -29,7 +30,7 @@ def write_notebook(name: str, out: str | Path | None = None, say: Callable[[str]
     source = NOTEBOOKS / f"{name.removesuffix('.ipynb')}.ipynb"
     if source.stem not in notebook_names():
         raise NotebookError(f"The kit has no notebook {name!r}.\n1. Choose one of: {', '.join(notebook_names())}")
-    target = Path(out or source.name).expanduser()
+    target = expanded(out or source.name)
     target = target / source.name if target.is_dir() else target
     content = source.read_bytes()
     try:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from volunteer_kit.run_origin import Origin
+from volunteer_kit.storage.places import expanded, kit_folder
 
 KeyPath = tuple[str | int, ...]
 
@@ -93,7 +94,7 @@ def find_run(name: str, *, allow_http: bool = False) -> FoundRun:
     """
     if re.match(r"https?://", name, re.IGNORECASE):
         return _linked_run_file(name, allow_http)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         return FoundRun(path, origin_of(path))
     if path.is_dir() and (path / "run.yaml").is_file():
@@ -135,10 +136,10 @@ def origin_of(path: Path) -> Origin:
 
 
 def _link_folders() -> list[Path]:
-    """Where files of links are kept, the first one for new ones."""
+    """Where files of links are kept."""
     cache = os.environ.get("VOLUNTEER_KIT_HOME")
     folders = [Path(cache) / "run_files"] if cache else []
-    with suppress(RuntimeError):  # a user without a home
+    with suppress(RuntimeError):  # a user without a home folder
         folders.append(Path.home() / ".cache/volunteer_kit/run_files")
     return [form for folder in folders for form in (folder.absolute(), folder.resolve())]
 
@@ -154,7 +155,7 @@ def _linked_run_file(url: str, allow_http: bool) -> FoundRun:
     from volunteer_kit.run_link import InsecureLink, LinkError, fetch_run_file
 
     try:
-        found = fetch_run_file(url, _link_folders()[0], allow_http=allow_http)
+        found = fetch_run_file(url, kit_folder().absolute() / "run_files", allow_http=allow_http)
     except InsecureLink as reason:
         raise RunError(
             f"The run behind {url[:300]} was not read: {reason}.\n"

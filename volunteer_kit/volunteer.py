@@ -25,6 +25,7 @@ from volunteer_kit.home import Home
 from volunteer_kit.process_group import sigterm_as_interrupt
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.stay import Stay, last_seen, seen_elsewhere
+from volunteer_kit.storage.places import adopt_home
 from volunteer_kit.training.protocol import WorkerSpec
 from volunteer_kit.widgets.progress import Progress
 from volunteer_kit.widgets.surface import NOT_STARTED, Declined, Surface, open_surface
@@ -102,6 +103,7 @@ def join_swarm(
     Raises MissingDependency, RunError, DataError, LoginError, SwarmError, each a plain message with the way out, before
     anything starts; what befalls the worker later is in the Contribution.
     """
+    adopt_home(home)
     surface = open_surface(surface, accept_terms=accept_terms) if isinstance(surface, str) else surface
     caps = {"max_hours": max_hours, "max_gb": max_gb, "max_mbps": max_mbps}
     try:
@@ -109,6 +111,7 @@ def join_swarm(
         if _stay is not None and not _stay.over:
             return _attach(_stay, surface, batch_size=batch_size, name=name, hide_name=hide_name or None, **caps)
         with _before_the_start():
+            Home(home)  # a user without a home folder learns at once that one must be named
             peers = _listed("--initial-peers", initial_peers, "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID")
             host_maddrs = _listed("--host-maddrs", host_maddrs, "/ip4/0.0.0.0/tcp/PORT")
             announce_maddrs = _listed("--announce-maddrs", announce_maddrs, "/ip4/PUBLIC.IP/tcp/PORT")

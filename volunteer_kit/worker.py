@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from volunteer_kit import output, packages
+from volunteer_kit.storage.places import keep_others_out
 from volunteer_kit.training.protocol import (
     BROKEN,
     OFFLINE,
@@ -86,6 +87,7 @@ class Orders:
 def main() -> int:
     """Read the spec, train until told otherwise. :returns: the exit code."""
     output.keep_up()
+    keep_others_out()
     voice, stdin = Voice(), own_stdin()
     try:  # takes seconds, in which the volunteer may still be reading what it is all about
         from volunteer_kit.auth.process_token import keep_token

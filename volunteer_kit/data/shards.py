@@ -15,6 +15,8 @@ from typing import BinaryIO
 
 import braceexpand
 
+from volunteer_kit.storage.places import expanded
+
 from .errors import DataError
 from .hosts import HOSTS
 from .http_body import READ_AHEAD, HttpBody
@@ -79,7 +81,7 @@ def _places(name: str, pattern: str) -> list[str]:
             f"Shards are read from paths and http(s) addresses, not from {scheme[1]}: ({pattern!r}).\n"
             "1. Download them first, or name them by their https address."
         )
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return list_files(os.path.join(glob.escape(str(path)), "*.tar"))
     if glob.has_magic(name) and not path.exists():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from volunteer_kit.storage.places import expanded, kit_folder
 
 from .addresses import ANY_ADDRESS, AddressPolicy
 from .cache import SampleCache
@@ -97,6 +98,5 @@ def room_on_disk(file: Path, wanted: int) -> int:
 def cache_folder(config: DataConfig) -> Path:
     """The run's folder for encoded samples: as its section data says, else the user's cache."""
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
-    home = os.environ.get("VOLUNTEER_KIT_HOME")
-    return Path(home) if home else Path.home() / ".cache" / "volunteer_kit"
+        return expanded(config.cache_dir)
+    return kit_folder()

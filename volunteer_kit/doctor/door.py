@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from volunteer_kit import output
-from volunteer_kit.doctor import locks, looks, verdicts
+from volunteer_kit.doctor import locks, looks, process, verdicts
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
+from volunteer_kit.storage.places import NoHome, adopt_home, expanded, kit_folder
 
 SHORT, LOADING, PEERS = 25.0, 60.0, 90.0  # s that a check may take; importing torch on two busy cores takes 20
 HUB = "https://huggingface.co"
@@ -41,11 +42,13 @@ def doctor(
     :param home: where a volunteer's files go; default: $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit
     :returns: all findings; taking part can succeed if none is a problem
     """
+    surroundings = process.look(home)
+    adopt_home(home)
     pending = [
         Look("device", LOADING, lambda: looks.device(LOADING - 1)),
         Look("open files", SHORT, looks.open_files),
     ]
-    findings = [verdicts.current_python()]
+    findings = [verdicts.current_python(), *surroundings]
     config, run_finding = _load(run, folder) if run is not None else (None, None)
     purpose = "finetune" if config is not None and not config.draws else "train"
     findings.append(Look("packages", SHORT, lambda: looks.packages(purpose)).finding())
@@ -177,7 +180,7 @@ def _authority(config: Any, host: HostSide | None) -> Finding:
 
 def host_side(run: str | Path | None, run_id: str, folder: str | Path | None) -> HostSide | None:
     """Is this machine the run's host? Then its folder is named, or holds the run file, or lies where it is made."""
-    places = [Path(folder)] if folder else [Path(str(run)).expanduser().parent, Path(f"{run_id}-host")]
+    places = [Path(folder)] if folder else [expanded(str(run)).parent, Path(f"{run_id}-host")]
     for place in places:
         try:
             saved = json.loads((place / "host.json").read_text())
@@ -225,6 +228,7 @@ def _peer_port(saved: dict[str, Any]) -> int:
 
 
 def _home(home: str | Path | None) -> Path:
-    from volunteer_kit.home import Home
-
-    return Path(home).expanduser() if home else Home(None).root
+    try:
+        return expanded(home) if home else kit_folder()
+    except NoHome:  # told among the surroundings
+        return Path.cwd()

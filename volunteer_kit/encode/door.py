@@ -21,6 +21,7 @@ from volunteer_kit.model.image_tokenizer_config import image_tokenizer_config
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.run_tokenizers import image_identity, require_tokenizers
 from volunteer_kit.runs import RunConfig, load_run, require_pictures
+from volunteer_kit.storage.places import adopt_home, expanded
 
 WORKER_MEMORY = 2 * 2**30  # bytes; with the published VQGAN a worker grows to 1.4 GB
 MAX_TOLD = 5  # shards that cannot be read, named in the last message
@@ -52,11 +53,12 @@ def encode(
     that cannot be read; ImageTokenizerError.
     """
     packages.require("encode")
+    adopt_home(out)
     config = run if isinstance(run, RunConfig) else load_run(run)
     require_pictures(config)
     settings = settings_of(config)
     plan = plan_of(workers, threads)
-    found, folder = expand_shards(shards), Path(out).expanduser()
+    found, folder = expand_shards(shards), expanded(out)
     goals = targets(found, folder)
     with locked(folder) as lock, EncodeProgress(len(goals), say) as progress:
         refuse_other_settings(folder, settings)

@@ -16,12 +16,14 @@ import time
 from contextlib import suppress
 
 from volunteer_kit import output, packages
+from volunteer_kit.storage.places import keep_others_out
 
 GRACE = 10.0  # s between SIGTERM and SIGKILL
 
 
 def main() -> None:
     output.keep_up()
+    keep_others_out()
     module, *arguments = sys.argv[1:]
     leash = os.dup(0)
     os.set_inheritable(leash, False)

@@ -35,6 +35,7 @@ from volunteer_kit.host.watch import News, Part, Watch
 from volunteer_kit.host.way_in import make_offer
 from volunteer_kit.host.words import welcome
 from volunteer_kit.storage import write_once, write_whole
+from volunteer_kit.storage.places import adopt_home, keep_others_out
 from volunteer_kit.ways_in import read_offer
 
 ANYWHERE = "/ip4/0.0.0.0/tcp/0"
@@ -66,6 +67,8 @@ def host_run(
     :param announce_maddrs: what others dial instead, behind a router
     Raises MissingDependency, RunError, SwarmError, HostError, KeysError.
     """
+    adopt_home(folder or ".")
+    keep_others_out()
     inbox: queue.SimpleQueue[News] = queue.SimpleQueue()  # written in C: a signal handler may put into it at any time
     stopped = stop.is_set if stop else lambda: False
     if not authority:

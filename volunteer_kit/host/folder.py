@@ -17,6 +17,7 @@ from volunteer_kit.home import Home
 from volunteer_kit.host.settings import HostError
 from volunteer_kit.process_group import find
 from volunteer_kit.storage import DamagedFile, read_json, write_whole
+from volunteer_kit.storage.places import expanded
 
 NO_GROUP = 2**22 + 1  # no process has this id
 LEFTOVERS_END_WITHIN = 13.0  # s; a part gives itself 10 once the host is gone
@@ -27,7 +28,7 @@ class HostFolder:
     authority.sqlite (members and bans) and monitor/ with credit.sqlite (what everybody has done)."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser().absolute()
+        self.path = expanded(path).absolute()
         self._lock = Home(self.path)
 
     @property

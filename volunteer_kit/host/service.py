@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from volunteer_kit.storage.places import user_name
 
 UNIT = """\
 # 1. Put this into /etc/systemd/system/{name}.service
@@ -41,7 +42,7 @@ def service_unit(run_id: str, arguments: Sequence[str], *, user: str | None = No
     return UNIT.format(
         name=f"volunteer-kit-{re.sub(r'[^A-Za-z0-9_.-]', '-', run_id)}",
         run_id=run_id,
-        user=user or getpass.getuser(),
+        user=user or user_name(),
         folder=str(folder or Path.cwd()).replace("%", "%%"),
         command=" ".join(_quoted(word) for word in command),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
+
+from volunteer_kit.storage.places import kit_folder
 
 WEIGHTS = Path(__file__).parent / "weights"
 PAGE = "https://heibox.uni-heidelberg.de/d/2e5662443a6b4307b470/"  # taming-transformers' README links to it
@@ -141,8 +142,7 @@ def image_tokenizer_file(name_or_path: str | Path) -> Path:
 
 def published_file(name: str) -> Path:
     """Where a published tokenizer's converted weights are kept: $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit."""
-    home = os.environ.get("VOLUNTEER_KIT_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "volunteer_kit") / f"{name}.safetensors"
+    return kit_folder() / f"{name}.safetensors"
 
 
 def _shipped() -> list[str]:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from volunteer_kit.storage.places import expanded
+
 HUB_ID = (
     r"(?!.*(\.\.|--))[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?"
     r"(@[A-Za-z0-9][A-Za-z0-9_./-]{0,99})?"
@@ -89,7 +91,7 @@ def look_through(name: str, *, weights: bool = True) -> Place:
     Raises ModelRefused; OSError where it cannot be had.
     """
     if not re.fullmatch(HUB_ID, name):
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         if not folder.is_dir():
             raise ModelRefused(
                 f"{name!r} is neither a folder nor a repository of the Hub.\n"
