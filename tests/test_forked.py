@@ -19,6 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Listener, rebuild_connection, wait
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.resource_sharer import DupFd
+from pathlib import Path
 
 import psutil
 import pytest
@@ -63,6 +64,29 @@ def test_a_fork_gives_back_all_large_tensors_but_the_shared_ones():
     found = json.loads(done.stdout)
     assert found.pop("own") < 120 * MB  # the Python in it takes 60; kept tensors would add 160
     assert found == {"shared": 8 * MB, "small": 100, "shape": [8 * MB], "exitcode": 0, "kept": True}
+
+
+TRAIN_ALONE = """
+import multiprocessing, sys
+for method in sys.argv[1:]:
+    multiprocessing.set_start_method(method, force=True)
+    from tests.lone_optimizer import make_optimizer, train
+    from volunteer_kit.swarm.peer import PeerConfig, start_peer
+    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=False))
+    optimizer = make_optimizer(peer)
+    train(optimizer, 1)
+    print(method, optimizer.local_epoch, multiprocessing.get_start_method())
+    optimizer.shutdown()
+    peer.shutdown()
+"""
+
+
+def test_a_program_may_choose_any_start_method():
+    """A script may set "spawn", Python 3.14 begins with "forkserver": a peer's processes are forked all the same, and
+    what the program chose stays."""
+    command = [sys.executable, "-c", TRAIN_ALONE, "spawn", "forkserver"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[1])
+    assert done.stdout.splitlines() == ["spawn 1 spawn", "forkserver 1 forkserver"], done.stderr[-2000:]
 
 
 awaited: list[weakref.ref[asyncio.Future]] = []  # in the DHT's process

@@ -10,7 +10,6 @@ most of the others have convicted of cheating.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing as mp
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from hivemind.p2p import P2PHandlerError, PeerID
 
 from volunteer_kit.auth.access_token import SKEW, BanList, TokenError, Trust, read_token
 from volunteer_kit.swarm.condemned import Condemned, key_of_peer
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.roster import MAX_TOKEN, Known, Roster
 from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
@@ -64,7 +64,7 @@ class Admission:
         self._condemned = Condemned()
         # account -> s since 1970: what was found against it until then is set aside. Of the process that keeps the bans
         self.pardons: Mapping[bytes, float] = {}
-        self._counts = mp.Array(ctypes.c_int64, len(CALLS) * len(KINDS), lock=SurvivingLock())
+        self._counts = FORK.Array(ctypes.c_int64, len(CALLS) * len(KINDS), lock=SurvivingLock())
         # of this process: good tokens, which come with each call again; to read one takes longer than the call
         self._seen: dict[bytes, tuple[bytes, Known]] = {}
         self._unknown: dict[PeerID, None] = {}  # of this process: authors of records whose token nobody has shown us

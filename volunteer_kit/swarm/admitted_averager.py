@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from multiprocessing.context import ForkProcess
 from typing import Any, AsyncIterator  # noqa: UP035  hivemind reads the hint's typing name
 
 from hivemind.averaging import DecentralizedAverager
@@ -25,8 +26,9 @@ TOKEN_PATIENCE = 5.0  # s that a member's part may come before the group's list 
 MAX_WAITING = 256  # strangers that wait for that at once
 
 
-class AdmittedAverager(DecentralizedAverager):
-    """hivemind's averager with admission on every call.
+class AdmittedAverager(ForkProcess, DecentralizedAverager):
+    """hivemind's averager with admission on every call. It is forked whatever the program's start method is, as the
+    DHT is; hivemind leaves that to the program.
 
     :param admission: who may take part; asked on incoming and outgoing calls, in the averager's process
     """

@@ -7,7 +7,6 @@ one that has died neither answer nor fail, and the peer looks alive for ever.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import threading
@@ -24,6 +23,7 @@ import psutil
 
 from volunteer_kit.storage.socket_folders import remove_own_folders
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.shared_futures import free_locks_of_killed
 from volunteer_kit.swarm.sockets import SocketGuard, sockets_of_multiprocessing
 
@@ -38,7 +38,7 @@ class LastWords:
     """What a process says before it ends itself: its parent reads it afterwards."""
 
     def __init__(self) -> None:
-        self._text = multiprocessing.RawArray(ctypes.c_char, 400)  # no lock: a process may die that holds it
+        self._text = FORK.RawArray(ctypes.c_char, 400)  # no lock: a process may die that holds it
 
     def write(self, text: str) -> None:
         self._text.value = text.encode()[:399]
@@ -81,7 +81,7 @@ class PeerProcesses:
         self.why_broken: str | None = None
         self._children: list[_Child] = []
         self._lock = threading.Lock()
-        self._woken, self._wake = multiprocessing.Pipe(duplex=False)  # the list has changed
+        self._woken, self._wake = FORK.Pipe(duplex=False)  # the list has changed
         self._guard = SocketGuard()
         self._on_broken: Callable[[str], None] | None = None
         self._thread: threading.Thread | None = None

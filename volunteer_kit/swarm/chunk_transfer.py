@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
-import multiprocessing as mp
 import random
 import time
 from collections import Counter, defaultdict
@@ -28,6 +27,7 @@ from volunteer_kit.swarm.agreement import FRESH_SIZE, LINEAGE_SIZE, PAST, SKETCH
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.chunks import ChunkStore
 from volunteer_kit.swarm.fetching import HASHES, ChunkFetch, NotNow
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.identity import is_peer_id
 from volunteer_kit.swarm.manifest import MAX_CHUNKS, ROOT_SIZE
 from volunteer_kit.swarm.surviving_lock import SurvivingLock
@@ -62,10 +62,10 @@ class ChunkTransfer(SwarmAverager):
 
     def __init__(self, *args, **kwargs):
         # of the parameters in shared memory, changed under their lock
-        self._held_epoch = mp.Value(ctypes.c_int64, 0, lock=False)
+        self._held_epoch = FORK.Value(ctypes.c_int64, 0, lock=False)
         # what we held after our own steps, as `state` writes it: a count, then records; for the averager's process
-        self._testimony = mp.Array("c", 4 + PAST * TESTIMONY_SIZE, lock=SurvivingLock())
-        self._chunk_bytes = mp.Value(ctypes.c_int64, 0, lock=False)  # of the fetch under way
+        self._testimony = FORK.Array("c", 4 + PAST * TESTIMONY_SIZE, lock=SurvivingLock())
+        self._chunk_bytes = FORK.Value(ctypes.c_int64, 0, lock=False)  # of the fetch under way
         self._stores: dict[bytes, ChunkStore] = {}
         self._serving_to: Counter[PeerID] = Counter()
         self._in_turn: defaultdict[PeerID, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import multiprocessing as mp
 from collections.abc import Iterable
+
+from volunteer_kit.swarm.fork_context import FORK
 
 CAPACITY = 1024  # accounts; a run without an authority has no better cure against so many than to get one
 KEY = 16  # bytes
@@ -15,9 +16,9 @@ class Condemned:
     """A set of keys of 16 bytes. Made in the process that trains; those that are forked later share it."""
 
     def __init__(self):
-        self._table = mp.Array(ctypes.c_char, CAPACITY * KEY)
-        self._count = mp.Value(ctypes.c_int64, 0, lock=False)
-        self._version = mp.Value(ctypes.c_int64, 0, lock=False)
+        self._table = FORK.Array(ctypes.c_char, CAPACITY * KEY)
+        self._count = FORK.Value(ctypes.c_int64, 0, lock=False)
+        self._version = FORK.Value(ctypes.c_int64, 0, lock=False)
         self._read: tuple[int, frozenset[bytes]] = (0, frozenset())  # as this process last read it
 
     @property

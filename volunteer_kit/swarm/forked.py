@@ -32,6 +32,7 @@ from volunteer_kit.swarm.bounded_names import bound_names
 from volunteer_kit.swarm.children import LastWords, PeerProcesses
 from volunteer_kit.swarm.daemon_link import DaemonLink
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.log_limits import bound_logs
 from volunteer_kit.swarm.serializer import DecodableValidator, bound_serializer
 from volunteer_kit.swarm.sockets import make_socket_folder
@@ -123,7 +124,7 @@ class Inbox:
         self._pipe = pipe
         self.send = pipe.send
         self._orders: queue.SimpleQueue[tuple[str, list, dict]] = queue.SimpleQueue()
-        self._read_here, self._came = multiprocessing.Pipe(duplex=False)  # one message for each order
+        self._read_here, self._came = FORK.Pipe(duplex=False)  # one message for each order
         self.fileno = self._read_here.fileno
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-import multiprocessing as mp
 import time
 from collections.abc import Callable
 
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
 KEPT, LEAST = 8, 3  # rounds whose speed is remembered: a line that got worse is believed after KEPT / 4 of these
@@ -42,9 +42,9 @@ class LineSpeed:
 
     def __init__(self, max_mbps: float | None = None):
         self.max_mbps = max_mbps
-        self._measured = mp.Array(ctypes.c_double, KEPT, lock=SurvivingLock())  # Mbit/s, a ring
-        self._count = mp.Value(ctypes.c_int64, 0, lock=False)
-        self._step = mp.Value(ctypes.c_int64, 0, lock=False)  # told last, once something was
+        self._measured = FORK.Array(ctypes.c_double, KEPT, lock=SurvivingLock())  # Mbit/s, a ring
+        self._count = FORK.Value(ctypes.c_int64, 0, lock=False)
+        self._step = FORK.Value(ctypes.c_int64, 0, lock=False)  # told last, once something was
 
     def note(self, mbps: float) -> None:
         if not (math.isfinite(mbps) and mbps > 0):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import multiprocessing as mp
 import struct
 from typing import NamedTuple
 
 from volunteer_kit.auth.access_token import MAX_BANS, BanList
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
 CAPACITY = 8192  # peers; 1 MB
@@ -38,12 +38,12 @@ class Roster:
     """Made in the process that trains; those that are forked later share it."""
 
     def __init__(self):
-        self._table = mp.Array(ctypes.c_char, CAPACITY * ENTRY.size, lock=SurvivingLock())
-        self._bans = mp.Array(ctypes.c_char, MAX_BANS * ACCOUNT, lock=SurvivingLock())
-        self._num_bans = mp.Value(ctypes.c_int64, 0, lock=False)
-        self._bans_version = mp.Value(ctypes.c_int64, 0, lock=False)
-        self._token = mp.Array(ctypes.c_char, MAX_TOKEN, lock=SurvivingLock())
-        self._token_size = mp.Value(ctypes.c_int64, 0, lock=False)
+        self._table = FORK.Array(ctypes.c_char, CAPACITY * ENTRY.size, lock=SurvivingLock())
+        self._bans = FORK.Array(ctypes.c_char, MAX_BANS * ACCOUNT, lock=SurvivingLock())
+        self._num_bans = FORK.Value(ctypes.c_int64, 0, lock=False)
+        self._bans_version = FORK.Value(ctypes.c_int64, 0, lock=False)
+        self._token = FORK.Array(ctypes.c_char, MAX_TOKEN, lock=SurvivingLock())
+        self._token_size = FORK.Value(ctypes.c_int64, 0, lock=False)
         self._banned = BanList()  # as this process last read it
 
     # --- peers ---

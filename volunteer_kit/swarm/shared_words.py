@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import multiprocessing as mp
 import time
 
 from hivemind.p2p import PeerID
 
 from volunteer_kit.swarm.attendance import SILENT
 from volunteer_kit.swarm.believed_speed import Limits
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
 MAX_GROUP_SIZE = 1024
@@ -21,15 +21,15 @@ class SharedWords:
 
     def _share_words(self) -> None:
         """To be called before the averager's process is made."""
-        self._expected_group_size = mp.Value(ctypes.c_int32, 0, lock=False)
-        self._least_group_size = mp.Value(ctypes.c_int32, 0, lock=False)
+        self._expected_group_size = FORK.Value(ctypes.c_int32, 0, lock=False)
+        self._least_group_size = FORK.Value(ctypes.c_int32, 0, lock=False)
         # and time.monotonic() when it was said
-        self._awaited_group_size = mp.Array(ctypes.c_double, [0, -math.inf], lock=SurvivingLock())
-        self._group_order = mp.Value(ctypes.c_int64, 0, lock=False)
-        self._led_apart = mp.Value(ctypes.c_int64, 0, lock=False)
-        self._learnt_patience = mp.Value(ctypes.c_double, 0.0, lock=False)
+        self._awaited_group_size = FORK.Array(ctypes.c_double, [0, -math.inf], lock=SurvivingLock())
+        self._group_order = FORK.Value(ctypes.c_int64, 0, lock=False)
+        self._led_apart = FORK.Value(ctypes.c_int64, 0, lock=False)
+        self._learnt_patience = FORK.Value(ctypes.c_double, 0.0, lock=False)
         # time.monotonic(), one for all processes
-        self._last_in_a_group = mp.Value(ctypes.c_double, -math.inf, lock=False)
+        self._last_in_a_group = FORK.Value(ctypes.c_double, -math.inf, lock=False)
         self._weight_limits = Limits()  # in the averager's process
 
     @property

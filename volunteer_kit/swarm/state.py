@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import multiprocessing as mp
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from volunteer_kit.swarm.agreement import (
 )
 from volunteer_kit.swarm.averaged_state import AveragedState
 from volunteer_kit.swarm.checked_state import CheckedState
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.last_shared import LastShared
 from volunteer_kit.swarm.local_steps import LocalSteps
 from volunteer_kit.swarm.schedule import Scheduled
@@ -78,7 +78,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
         # is the old model under the new number, and its statistics would differ from everybody's for good
         self._step_done, self._state_epoch = threading.Event(), 0
         self._step_done.set()
-        self._told = mp.Array("c", TOLD.size, lock=SurvivingLock())
+        self._told = FORK.Array("c", TOLD.size, lock=SurvivingLock())
         self._past: tuple[list, ...] = ()  # what we told after the last epochs
         self._own_past: list[list] = []  # those of them that our own steps made
         self._lineage, self._order = BEGINNING, 0

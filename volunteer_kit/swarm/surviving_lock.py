@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 from contextlib import suppress
+
+from volunteer_kit.swarm.fork_context import FORK
 
 HELD_FOR = 2.0  # s; a living process holds such a lock for well under a millisecond
 
@@ -18,7 +19,7 @@ class SurvivingLock:
     """
 
     def __init__(self) -> None:
-        self._lock = multiprocessing.Lock()
+        self._lock = FORK.Lock()
         self._held = threading.local()  # how often by this thread, and in which process
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:

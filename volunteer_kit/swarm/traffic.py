@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import multiprocessing as mp
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.line_speed import LineSpeed
 from volunteer_kit.swarm.surviving_lock import SurvivingLock
 
@@ -30,9 +30,9 @@ class Traffic:
     def __init__(self, max_mbps: float | None = None):
         self.speed = LineSpeed(max_mbps)
         self._seconds_per_byte = 8 / (1e6 * max_mbps) if max_mbps else 0.0
-        self._totals = mp.Array(ctypes.c_int64, 2, lock=SurvivingLock())
+        self._totals = FORK.Array(ctypes.c_int64, 2, lock=SurvivingLock())
         # monotonic s, the same clock in all processes
-        self._free_at = mp.Array(ctypes.c_double, 2, lock=SurvivingLock())
+        self._free_at = FORK.Array(ctypes.c_double, 2, lock=SurvivingLock())
 
     @property
     def totals(self) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import multiprocessing as mp
 import random
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
@@ -28,6 +27,7 @@ from volunteer_kit.swarm.chunk_transfer import ChunkTransfer
 from volunteer_kit.swarm.codec import decode
 from volunteer_kit.swarm.codec_wire import check_around, check_header
 from volunteer_kit.swarm.errors import brief
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.held_parts import size_of
 from volunteer_kit.swarm.identity import is_peer_id
 
@@ -51,8 +51,8 @@ class StateTransfer(ChunkTransfer):
     _given_now = 0  # states on their way to others
 
     def __init__(self, *args, **kwargs):
-        self._arrived = mp.Value(ctypes.c_int64, 0, lock=False)  # bytes of the download under way
-        self.ask_under = mp.Value(ctypes.c_int64, ANY_ORDER, lock=False)  # donors under this order only
+        self._arrived = FORK.Value(ctypes.c_int64, 0, lock=False)  # bytes of the download under way
+        self.ask_under = FORK.Value(ctypes.c_int64, ANY_ORDER, lock=False)  # donors under this order only
         super().__init__(*args, **kwargs)
 
     def state_tensors(self) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import multiprocessing as mp
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -25,6 +24,7 @@ from volunteer_kit.swarm.allreduce import SwarmAllReduce
 from volunteer_kit.swarm.averager import SwarmAverager
 from volunteer_kit.swarm.broadcast import Boards
 from volunteer_kit.swarm.errors import brief
+from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.kept_waiting import KeptWaiting
 from volunteer_kit.swarm.message_body import read_body
 from volunteer_kit.swarm.options import STAGE_SHARE, STAGES
@@ -46,7 +46,8 @@ class VerifiedAverager(SwarmAverager):
 
     def __init__(self, *args, verification: Settings | None = None, clips: bool = True, start: bool, **kwargs):
         self.verification, self._clips = verification, clips
-        self._contributed = mp.Value(ctypes.c_int64, 0, lock=False)  # contributions that the training process has told
+        # contributions that the training process has told
+        self._contributed = FORK.Value(ctypes.c_int64, 0, lock=False)
         self._contributions = 0  # of them, those that have come to the averager's process
         self._contribution = Samples(())
         self._exchange: VerifiedExchange | None = None
