@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from volunteer_kit.doctor import doctor, looks, verdicts
 from volunteer_kit.doctor.door import host_side
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
+from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.home import Home
 from volunteer_kit.host.init import Answers, write
 from volunteer_kit.packages import Lack
@@ -295,3 +297,12 @@ def test_a_hosts_own_file_leads_to_the_one_that_volunteers_have(server, tmp_path
     _, found = looked_at(Path("my-run.yaml"))
     home.unlock()
     assert found["authority"].level == "problem" and "authority.log" in found["authority"].way_out
+
+
+def test_shared_memory_is_compared_with_what_the_run_needs(tmp_path):
+    """The folder's file system stands for /dev/shm."""
+    free = shutil.disk_usage(tmp_path).free
+    fits, fails = shared_memory(1000, 12_000, tmp_path), shared_memory(free, 12 * free, tmp_path)
+    assert (fits.level, fails.level) == ("ok", "problem")
+    assert "needs about" in fails.text and "--shm-size=" in fails.way_out
+    assert shared_memory(None, None, tmp_path / "nowhere").level == "ok"

@@ -23,6 +23,13 @@ from volunteer_kit.swarm.peer import (
     raise_file_limit,
     start_peer,
 )
+from volunteer_kit.swarm.shared_memory import (
+    MB,
+    explain_full,
+    require_shared_memory,
+    room_for_sharing,
+    shared_bytes,
+)
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 SOME_ID = "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
@@ -312,3 +319,32 @@ def test_a_peer_may_open_many_files():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == before or before[0] < 65_536, "never lowered"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_shared_memory_that_does_not_suffice_is_told_before_anything_begins(tmp_path):
+    """Docker's 64 MB: a model of 20 M parameters crash-looped, and no word named the cause."""
+    needed = shared_bytes(20_000_000, 12 * 20_000_000)  # parameters and gradients, and a state on its way
+    assert 400e6 < needed < 450e6 and shared_bytes(172_112, 12 * 172_112) < 64e6, "the demo's model fits"
+    room = room_for_sharing(tmp_path)
+    require_shared_memory(room.free // 2, tmp_path)
+    with pytest.raises(SwarmError) as told:
+        require_shared_memory(2 * room.total, tmp_path)
+    assert told.value.kind == "shared_memory"
+    for figure in (2 * room.total, room.total):
+        assert f"{figure / MB:,.0f}" in str(told.value)
+    assert "docker run --shm-size=" in str(told.value) and "mount -o remount,size=" in str(told.value)
+    require_shared_memory(2**60, tmp_path / "nowhere")  # a system that keeps it elsewhere
+
+
+@pytest.mark.parametrize(
+    "error, is_full",
+    [
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"), True),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
+        (OSError("No space left on device"), False),
+    ],
+)
+def test_shared_memory_that_runs_out_later_is_named(error, is_full):
+    found = explain_full(error)
+    assert (found is not None) == is_full
+    assert found is None or (found.kind == "shared_memory" and "--shm-size=" in str(found))

@@ -97,6 +97,7 @@ def main() -> int:
         from volunteer_kit.session import Left, Renew, SentAway, Session
         from volunteer_kit.swarm.children import BROKEN as IS_BROKEN
         from volunteer_kit.swarm.children import end_program
+        from volunteer_kit.swarm.shared_memory import explain_full
     except ImportError as e:
         told = packages.explained(e) if isinstance(e, ModuleNotFoundError) else None
         voice("error", kind="install", message=told or f"The kit cannot be used here: {e}\n1. volunteer-kit doctor")
@@ -133,6 +134,12 @@ def main() -> int:
             return BROKEN
         voice("error", kind=kind, message=str(e))
         return OFFLINE if isinstance(e, DataError) or kind in MAY_PASS else REFUSED
+    except RuntimeError as e:
+        if (full := explain_full(e)) is None:
+            raise
+        traceback.print_exc()
+        voice("error", kind=full.kind, message=str(full))
+        return REFUSED
     try:
         session.train(orders)
         return 0
@@ -147,6 +154,12 @@ def main() -> int:
         traceback.print_exc()
         voice("warning", kind=type(e).__name__, message=str(e))
         return OFFLINE if isinstance(e, (DataError, ConnectionError)) else 1
+    except RuntimeError as e:
+        if (full := explain_full(e)) is None:
+            raise
+        traceback.print_exc()
+        voice("broken", message=str(full))  # the next worker is told at its start, if there is still no room
+        return BROKEN
     finally:
         session.close()
 

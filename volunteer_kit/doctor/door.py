@@ -13,6 +13,7 @@ from volunteer_kit import output
 from volunteer_kit.doctor import locks, looks, process, verdicts
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
+from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.storage.places import NoHome, adopt_home, expanded, kit_folder
 
 SHORT, LOADING, PEERS = 25.0, 60.0, 90.0  # s that a check may take; importing torch on two busy cores takes 20
@@ -136,6 +137,7 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
     clocks = [config.authority.url] if has_authority and config.authority.url != NOWHERE else []
     return [
         Look("memory", SHORT, lambda: looks.memory(parameters)),
+        Look("shared memory", LOADING, lambda: shared_memory(parameters, state)),
         Look("disk", SHORT, lambda: looks.disk(home, state)),
         Look("locks", SHORT, lambda: locks.look(home)),
         Look("Hub", SHORT, lambda: looks.hub(endpoint, needs_hub)),

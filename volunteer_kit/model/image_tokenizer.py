@@ -172,68 +172,6 @@ def load_image_tokenizer(name_or_path: str | Path) -> ImageTokenizer:
     return tokenizer.eval().requires_grad_(False)
 
 
-<<<<<<< HEAD
-=======
-def image_tokenizer_config(name_or_path: str | Path) -> PatchVQConfig | VqganConfig:
-    """Its sizes, without reading the weights; of a published one, without having them. Raises ImageTokenizerError."""
-    if str(name_or_path) in PUBLISHED:
-        return PUBLISHED[str(name_or_path)]
-    path = image_tokenizer_file(name_or_path)
-    try:
-        return _read(path, weights=False)[1]
-    except (SafetensorError, ValidationError, ValueError) as error:
-        raise _broken(path, error) from error
-
-
-def image_tokenizer_file(name_or_path: str | Path) -> Path:
-    """Where an image tokenizer's weights lie. Raises ImageTokenizerError that says how to get missing ones."""
-    name = str(name_or_path)
-    if name in PUBLISHED and not published_file(name).is_file():
-        raise ImageTokenizerError(
-            f"The image tokenizer {name!r} is not on this machine (it would be {published_file(name)}).\n"
-            f"1. Download the published checkpoint, last.ckpt (376 MB, a pickle), from {PAGE}\n"
-            f"   curl -L -o last.ckpt '{DOWNLOAD}'\n"
-            f"2. Convert it, once: volunteer-kit convert last.ckpt {name}\n"
-            "3. Or use a run whose tokenizer ships with the kit: demo, emoji"
-        )
-    shipped = WEIGHTS / f"{name}.safetensors"
-    path = published_file(name) if name in PUBLISHED else shipped if name in _shipped() else Path(name)
-    if not path.is_file():
-        raise ImageTokenizerError(f"There is no image tokenizer {name!r}. {_advice()}")
-    return path
-
-
-def published_file(name: str) -> Path:
-    """Where a published tokenizer's converted weights are kept: $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit."""
-    return kit_folder() / f"{name}.safetensors"
-
-
-def _shipped() -> list[str]:
-    return sorted(file.stem for file in WEIGHTS.glob("*.safetensors"))
-
-
-def _advice() -> str:
-    known = ", ".join([*_shipped(), *PUBLISHED])
-    return f"Use one of {known}, or train your own: volunteer-kit train-tokenizer --help"
-
-
-def _broken(path: Path, error: Exception) -> ImageTokenizerError:
-    reason = str(error).splitlines()[0]
-    return ImageTokenizerError(f"{path} is no intact image tokenizer ({reason}). {_advice()}")
-
-
-def _read(path: Path, weights: bool = True) -> tuple[type[nn.Module], Any, dict[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata() or {}
-        key = next((key for key in KINDS if key in header), "patch_vq")
-        config_type, kind = KINDS[key]
-        config = config_type.model_validate(json.loads(header.get(key, "null")))
-        # copies: tensors that stay mapped to a file crash the process when somebody rewrites that file
-        names = file.keys() if weights else ()
-        return kind, config, {name: file.get_tensor(name).to(torch.float32, copy=True) for name in names}
-
-
->>>>>>> 7ab93c2 (Let --home suffice for a user without home, and shut open folders)
 def _write(path: str | Path, tensors: dict[str, Tensor], key: str, config: BaseModel) -> None:
     path = Path(path)
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

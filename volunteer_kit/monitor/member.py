@@ -21,6 +21,7 @@ from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.public_samples import public_samples
 from volunteer_kit.robust.rules import rule
 from volunteer_kit.run_optimizers import build_step_bound
+from volunteer_kit.run_sizes import parameters_of, state_bytes
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.acceptance import StateTrust
@@ -31,6 +32,7 @@ from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 from volunteer_kit.swarm.receipts import ReceiptBoard, ReceiptWriter
 from volunteer_kit.swarm.records import PeerBoard
+from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
 from volunteer_kit.swarm.state_round import ROUNDING
 from volunteer_kit.swarm.transfer import StateRefused
 
@@ -76,6 +78,7 @@ class Member:
         self.step_bound = build_step_bound(run, ROUNDING if run.swarm.average_state_every else 0.0)
         model = build_model(run)
         self.names = parameter_names(model)
+        require_shared_memory(shared_bytes(parameters_of(run), state_bytes(run)))
         self.peer = self._start_peer(addresses)
         self.peer.processes.when_broken(on_broken)
         self._receipts: ReceiptWriter | None = None

@@ -14,6 +14,7 @@ from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.reading import Reading
 from volunteer_kit.robust.rules import rule
 from volunteer_kit.run_optimizers import build_local_steps
+from volunteer_kit.run_sizes import parameters_of, state_bytes
 from volunteer_kit.runs import (
     PROTOCOL_VERSION,
     RunConfig,
@@ -38,6 +39,7 @@ from volunteer_kit.swarm.identity import ensure_identity
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
+from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
 from volunteer_kit.swarm.state import StateRefused
 from volunteer_kit.training.callbacks import Emit, KeepGoodState, SaveCheckpoints
 from volunteer_kit.training.protocol import WorkerSpec
@@ -86,6 +88,7 @@ class Session:
         self.optimizer: SwarmOptimizer | None = None
         self.run: RunConfig = load_run(spec.run)
         self.model = build_model(self.run)
+        require_shared_memory(shared_bytes(parameters_of(self.run), state_bytes(self.run)))
         self.compute = choose(self.run, spec, self.model.num_parameters(), emit)
         self.stream = build_stream(self.run, peer_seed=spec.peer_seed, device=self.compute.device)
         self.stream.probe()  # data that cannot be read must be told before others wait for us

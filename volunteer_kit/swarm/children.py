@@ -32,6 +32,10 @@ ROOT_CAUSE_WITHIN = 0.5  # s after the first death: the process that died of the
 SAY_WITHIN = 2.0  # s to tell the reason, before the process ends all the same
 SHARED_MEMORY = "torch_shm_manager"
 BROKEN = "broken"  # the kind of SwarmError
+LACKS = {  # signal -> what it mostly means
+    signal.SIGKILL: ", often the system's answer to a lack of memory",
+    signal.SIGBUS: ", mostly because shared memory was full: df -h /dev/shm",
+}
 
 
 class LastWords:
@@ -215,8 +219,7 @@ def end_in_words(code: int | None) -> str:
         return f"ended with exit code {code}"
     with suppress(ValueError):
         name = signal.Signals(-code).name
-        lack = ", often the system's answer to a lack of memory" if -code == signal.SIGKILL else ""
-        return f"was killed by signal {-code} ({name}){lack}"
+        return f"was killed by signal {-code} ({name}){LACKS.get(-code, '')}"
     return f"was killed by signal {-code}"
 
 

@@ -21,6 +21,7 @@ from volunteer_kit.swarm.failures import RoundCounts
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
+from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
 from volunteer_kit.training.hf_config import HivemindConfig
 from volunteer_kit.training.hf_optimizer import Clip, Count, Schedule, SwarmStep, hand_over, moved, parameters_of
 from volunteer_kit.training.hf_shared import fingerprint_of, require_sharable
@@ -104,6 +105,8 @@ class Member:
             HIVEMIND.setLevel(logging.ERROR)  # its processes inherit it
         interrupt = signal.getsignal(signal.SIGINT) if _in_main_thread() else None
         try:
+            learnt = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            require_shared_memory(shared_bytes(learnt, 4 * learnt))  # its statistics may be none
             door = self.config.door
             self.peer = start_peer(self.config.peer, door.ask() if door is not None else None)
             say(invitation(self.peer.visible_maddrs()))
