@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-
-from requests.utils import get_environ_proxies, select_proxy
 
 from volunteer_kit.data.hosts import host_of
 from volunteer_kit.data.shards import each_name, is_address
 from volunteer_kit.data.sources import cache_folder
+from volunteer_kit.http_client import proxy_for
 
 if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
@@ -37,8 +35,9 @@ def data_words(config: RunConfig) -> str:
             words += " (public addresses, and the server of the link itself)"
     else:
         words = f"As the run file says: {where}"
-    if first is not None and (proxy := select_proxy(first, get_environ_proxies(first))):
-        words += f", through the proxy {urlsplit(proxy).hostname}, which looks up the servers' names itself"
+    if first is not None and (proxy := proxy_for(first)):
+        name = proxy.address[0] if proxy.address else proxy.shown
+        words += f", through the proxy {name}, which looks up the servers' names itself"
     return f"{words}. {_kept(config)}"
 
 

@@ -27,6 +27,7 @@ from volunteer_kit.data.addresses import (
     is_public,
 )
 from volunteer_kit.data.http_session import Session
+from volunteer_kit.http_client import ProxyTrouble
 from volunteer_kit.storage import part_folder, put_in_place
 
 MAX_RUN_FILE = 256 * 1024  # bytes; a stranger wrote it
@@ -95,6 +96,8 @@ def fetch_run_file(
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         if kept.is_file():
             return LinkedRun(kept, _endpoint_named(host, port))
+        if isinstance(error, ProxyTrouble):
+            raise LinkError(error.in_a_line) from None
         raise LinkError(f"its server does not answer ({type(error).__name__})") from None
     try:
         path, is_new = _keep(text, kept, is_run)

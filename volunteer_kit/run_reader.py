@@ -175,7 +175,7 @@ def _linked_run_file(url: str, allow_http: bool) -> FoundRun:
 
 
 def _download_run_file(repository: str) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -186,14 +186,16 @@ def _download_run_file(repository: str) -> Path:
 
     from volunteer_kit.data.errors import DataError
     from volunteer_kit.data.hub_client import require_size
+    from volunteer_kit.http_client import blamed_on_proxy
 
     try:
         require_size(repository, "run.yaml", None, MAX_RUN_FILE)
         return Path(hf_hub_download(repository, "run.yaml", etag_timeout=10))
     except DataError as error:
         reason = str(error).splitlines()[0].rstrip(".")
-    except LocalEntryNotFoundError:
-        reason = _NO_HUB
+    except LocalEntryNotFoundError as error:
+        trouble = blamed_on_proxy(constants.ENDPOINT, error.__cause__)
+        reason = trouble.in_a_line if trouble else _NO_HUB
     except EntryNotFoundError:
         reason = "that repository has no file run.yaml, so it is no run; check the name"
     except GatedRepoError:
@@ -203,7 +205,8 @@ def _download_run_file(repository: str) -> Path:
     except HfHubHTTPError as error:
         reason = f"the Hub answered: {str(error).splitlines()[0][:200]}"
     except OSError as error:  # no DNS, a proxy's refusal, a full disk
-        reason = f"{_NO_HUB} ({type(error).__name__})"
+        trouble = blamed_on_proxy(constants.ENDPOINT, error)
+        reason = trouble.in_a_line if trouble else f"{_NO_HUB} ({type(error).__name__})"
     except ValueError as error:  # not the name of a repository
         reason = str(error).splitlines()[0][:200]
     raise RunError(f"The run {repository!r} could not be read from the Hugging Face Hub: {reason}.")

@@ -93,6 +93,7 @@ def main() -> int:
         from volunteer_kit.auth.process_token import keep_token
         from volunteer_kit.data.errors import DataError
         from volunteer_kit.home import Home
+        from volunteer_kit.http_client import ask_loopback_directly
         from volunteer_kit.run_reader import RunError
         from volunteer_kit.session import Left, Renew, SentAway, Session
         from volunteer_kit.swarm.children import BROKEN as IS_BROKEN
@@ -114,6 +115,7 @@ def main() -> int:
     voice("starting", pid=os.getpid(), name=spec.name)
     orders = Orders(stdin)
     keep_token(spec.hf_token)
+    ask_loopback_directly()
     home = Home(spec.home) if spec.home else None
     if home and not home.lock("worker", patience=PATIENCE):
         way_out = home.who_holds("worker") or "See which: ps x"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import time
 import unicodedata
@@ -12,6 +11,8 @@ from urllib.parse import urlsplit
 import requests
 
 from volunteer_kit.auth.identity import LoginError
+from volunteer_kit.http_client import ProxyTrouble, http_session, is_loopback
+from volunteer_kit.http_client import retry_after as retry_after_of
 
 MAX_ANSWER = 16 * 2**20  # bytes; the longest ban list has 65,536 digests of 32 hex digits
 TIMEOUT = (6.1, 90.0)  # s to connect, and between two bytes; a login waits for the Hub, which is asked three times
@@ -58,14 +59,15 @@ class AuthorityClient:
     def _ask(self, method: str, path: str, session: str | None, **content: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {session}"} if session else {}
         try:  # a session for each question: it keeps no cookies, and threads share nothing
-            with requests.Session() as http:
-                http.auth = _no_auth  # else ~/.netrc is read, and its password sent
+            with http_session() as http:
                 with http.request(
                     method, self.url + path, headers=headers, timeout=TIMEOUT, allow_redirects=False, stream=True,
                     **content,
                 ) as answer:  # fmt: skip
-                    status, retry_after = answer.status_code, _seconds(answer.headers.get("Retry-After"))
+                    status, retry_after = answer.status_code, retry_after_of(answer.headers.get("Retry-After"))
                     text = _read(answer)
+        except ProxyTrouble as trouble:
+            raise AuthorityRefused("away", f"{trouble}\n2. Then run it again.") from None
         except (OSError, ValueError) as error:  # all of requests' are OSErrors; the name alone, for texts quote
             raise self._away(type(error).__name__) from None
         try:
@@ -83,35 +85,28 @@ class AuthorityClient:
             return AuthorityRefused(kind, _plain(said["message"]), retry_after, status)
         if status == 429:
             return AuthorityRefused("limit", "The run's authority is asked too often.\n1. Wait a minute.", retry_after)
-        return self._away(f"HTTP {status}")
+        return self._away(f"HTTP {status}", retry_after, status)
 
-    def _away(self, cause: str) -> AuthorityRefused:
+    def _away(self, cause: str, retry_after: float | None = None, status: int = 0) -> AuthorityRefused:
         return AuthorityRefused(
             "away",
             f"The run's authority ({self.host}) does not answer ({cause}), and without it nobody joins.\n"
             "1. Look whether this machine is online.\n2. Run it again in some minutes.\n"
             "3. If it stays away, tell the run's host.",
+            retry_after,
+            status if status >= 500 else 0,
         )
 
 
 def _checked(url: str) -> str:
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    try:
-        is_here = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_here = host == "localhost"
-    if parts.scheme == "https" or (parts.scheme == "http" and is_here):
+    if parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or "")):
         return url.rstrip("/")
     raise AuthorityRefused(
         "insecure",
         f"The address of the run's authority, {url[:200]}, is not encrypted, so your login is not sent there.\n"
         "1. Ask the run's host for a run file whose authority begins with https://",
     )
-
-
-def _no_auth(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    return request
 
 
 def _read(answer: requests.Response) -> bytes:
@@ -122,10 +117,6 @@ def _read(answer: requests.Response) -> bytes:
             raise ValueError("an answer without end")
         parts.append(part)
     return b"".join(parts)
-
-
-def _seconds(text: str | None) -> float | None:
-    return min(float(text), 3600.0) if text and text.isdecimal() else None
 
 
 def _plain(text: str) -> str:

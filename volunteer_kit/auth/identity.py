@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from volunteer_kit.http_client import ask_loopback_directly, blamed_on_proxy
 from volunteer_kit.packages import setup_command
 
 TOKEN_URL = "https://huggingface.co/settings/tokens/new?tokenType=fineGrained"
@@ -144,23 +145,27 @@ def _ask(token: str) -> dict[str, Any] | LoginError:
     except ImportError:
         steps = (f"Run: {setup_command()}", "Restart the kernel, and join again.")
         return LoginError("missing", _steps("huggingface_hub is not installed, so nobody can be logged in.", *steps))
+    ask_loopback_directly()
     try:
         answer = in_time(lambda: HfApi().whoami(token=token))
     except HfHubHTTPError as error:
         response = error.response
         said = f"{response.headers.get('X-Error-Message', '')} {error.server_message or ''}".lower()
         return _refusal(response.status_code, said)
-    except (OSError, TimeoutError):
-        return _no_network()
-    except ValueError:
-        return _refusal(502, "")  # an answer that is no JSON: somebody between us and the Hub
     except Exception as error:
+        if trouble := blamed_on_proxy(_endpoint(), error):
+            return LoginError("network", f"{trouble}\n2. Run it again.")
         is_line = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3", "httpcore")
-        return _no_network() if is_line else _refusal(500, "")
+        if is_line or isinstance(error, OSError):
+            return _no_network()
+        # a ValueError is an answer that is no JSON: somebody between us and the Hub
+        return _refusal(502 if isinstance(error, ValueError) else 500, "")
     return answer if isinstance(answer, dict) else _refusal(502, "")
 
 
 def _no_network() -> LoginError:
+    if trouble := blamed_on_proxy(_endpoint()):
+        return LoginError("network", f"{trouble}\n2. Run it again.")
     what = f"The Hugging Face Hub ({_endpoint()}) cannot be reached from here."
     steps = ("Look whether this machine is online, and whether a proxy or firewall is in between.", "Run it again.")
     return LoginError("network", _steps(what, *steps))

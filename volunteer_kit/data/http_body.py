@@ -12,6 +12,8 @@ from urllib.parse import urljoin
 import requests
 import urllib3
 
+from volunteer_kit.http_client import ProxyTrouble
+
 from .addresses import AddressRefused
 from .hosts import HOSTS
 from .http_session import Session
@@ -249,6 +251,8 @@ def _number(header: str | None) -> int | None:
 
 
 def _in_words(error: Exception) -> str:
+    if isinstance(error, ProxyTrouble):
+        return error.in_a_line
     if isinstance(error, requests.HTTPError) and error.response is not None:
         return f"HTTP {error.response.status_code} {error.response.reason[:80]}"
     if isinstance(error, requests.Timeout) or "timed out" in str(error).lower():

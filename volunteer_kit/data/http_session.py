@@ -11,8 +11,9 @@ from typing import Any
 
 import requests
 import urllib3
-from requests.adapters import HTTPAdapter
 from requests.utils import select_proxy
+
+from volunteer_kit.http_client import Adapter, is_on_this_machine, no_netrc
 
 from .addresses import ANY_ADDRESS, AddressPolicy
 
@@ -32,7 +33,7 @@ class Session(requests.Session):
         self.addresses = addresses
         self.connected: tuple[str, int] | None = None
         if addresses.allows != "any":
-            self.auth = _no_login  # else requests sends what ~/.netrc has for a host that a stranger names
+            self.auth = no_netrc  # else requests sends what ~/.netrc has for a host that a stranger names
         adapter = _Adapter(self)
         self.mount("http://", adapter)
         self.mount("https://", adapter)
@@ -41,11 +42,7 @@ class Session(requests.Session):
         """No redirect is followed here: requests would first read its body, which may have no end, into memory."""
 
 
-def _no_login(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    return request
-
-
-class _Adapter(HTTPAdapter):
+class _Adapter(Adapter):
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pools = _checked_pools(session)
@@ -64,7 +61,7 @@ class _Adapter(HTTPAdapter):
     def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
         url = request.url or ""
         proxies = kwargs.get("proxies") or (args[4] if len(args) > 4 else None)
-        if select_proxy(url, proxies):
+        if not is_on_this_machine(url) and select_proxy(url, proxies):
             self._session.addresses.check_through_proxy(url)
         else:
             self._session.addresses.check_url(url)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import yaml
 
+from volunteer_kit.http_client import blamed_on_proxy
+
 from .addresses import ANY_ADDRESS, AddressPolicy
 from .errors import DataError
 from .shards import MAX_SHARDS
@@ -253,6 +255,8 @@ def explain(error: BaseException, repo: str, revision: str) -> str:
             f"The Hub refuses to give {repo} to this login (HTTP {status}).\n"
             f"1. Log in again: hf auth login\n2. Look whether that account may read it: {page}"
         )
+    if status is None and (trouble := blamed_on_proxy(page, error)):
+        return f"The data set {repo} cannot be read from the Hub: {trouble}"
     what = f"HTTP {status}" if status else _in_words(error)
     return (
         f"The data set {repo} cannot be read from the Hub ({what}).\n"

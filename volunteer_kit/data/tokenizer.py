@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from volunteer_kit.http_client import blamed_on_proxy
+
 from .errors import DataError
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ class HubTokenizer:
 
 def _fetch(name: str) -> Path:
     """tokenizer.json of a Hub repository, from the cache or downloaded."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
 
     repo, _, revision = name.partition("@")
     where = {"repo_id": repo, "filename": "tokenizer.json", "revision": revision or None}
@@ -157,6 +159,8 @@ def _fetch(name: str) -> Path:
     try:
         return Path(hf_hub_download(**where, etag_timeout=10))
     except Exception as error:  # huggingface_hub, its HTTP client and the file system each have their own
+        if trouble := blamed_on_proxy(constants.ENDPOINT, error):
+            raise DataError(f"The text tokenizer hub:{name} cannot be downloaded: {trouble}") from error
         raise DataError(
             f"The text tokenizer hub:{name} is neither in the cache nor can it be downloaded "
             f"({type(error).__name__}).\n"

@@ -13,6 +13,7 @@ from volunteer_kit import output
 from volunteer_kit.doctor import locks, looks, process, verdicts
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
+from volunteer_kit.doctor.proxies import proxies
 from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.storage.places import NoHome, adopt_home, expanded, kit_folder
 
@@ -140,6 +141,7 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
         Look("shared memory", LOADING, lambda: shared_memory(parameters, state)),
         Look("disk", SHORT, lambda: looks.disk(home, state)),
         Look("locks", SHORT, lambda: locks.look(home)),
+        Look("proxies", SHORT, lambda: proxies([endpoint, *clocks])),
         Look("Hub", SHORT, lambda: looks.hub(endpoint, needs_hub)),
         Look("clock", 2 * SHORT, lambda: looks.clock([*clocks, endpoint])),
     ]

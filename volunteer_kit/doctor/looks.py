@@ -97,10 +97,12 @@ def clock(urls: Sequence[str]) -> Finding:
     """Against the first of these that tells the time."""
     import requests
 
+    from volunteer_kit.http_client import http_session
+
     for url in urls:
         before = time.time()
         with suppress(requests.RequestException):
-            answer = requests.head(url, timeout=ANSWER_WITHIN, allow_redirects=False)
+            answer = http_session().head(url, timeout=ANSWER_WITHIN, allow_redirects=False)
             after = time.time()
             told = (
                 email.utils.parsedate_to_datetime(answer.headers.get("Date", "")) if "Date" in answer.headers else None
@@ -132,16 +134,22 @@ def _http_error(url: str) -> str | None:
     """Why it does not answer, or answers with an error of its own; None: it answers."""
     import requests
 
+    from volunteer_kit.http_client import ProxyTrouble, http_session, retry_after
+
     try:
-        answer = requests.get(url, timeout=ANSWER_WITHIN, allow_redirects=False, stream=True)
+        answer = http_session().get(url, timeout=ANSWER_WITHIN, allow_redirects=False, stream=True)
         answer.close()
+    except ProxyTrouble as error:
+        return error.in_a_line
     except requests.exceptions.SSLError as error:
         return f"its certificate is not accepted ({_reason(error)})"
     except requests.exceptions.Timeout:
         return f"no answer within {ANSWER_WITHIN:.0f} s"
     except requests.RequestException as error:
         return _reason(error)
-    return f"HTTP {answer.status_code}" if answer.status_code >= 400 else None
+    wait = retry_after(answer.headers.get("Retry-After"))
+    later = f", to be asked again in {wait:.0f} s" if wait else ""
+    return f"HTTP {answer.status_code}{later}" if answer.status_code >= 400 else None
 
 
 def _reason(error: BaseException) -> str:

@@ -32,6 +32,9 @@ def main() -> None:
     threading.Thread(target=_follow, args=(leash,), name="leash", daemon=True).start()
     sys.argv = [module, *arguments]
     try:
+        from volunteer_kit.http_client import ask_loopback_directly
+
+        ask_loopback_directly()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ImportError as error:
         text = str(error) if isinstance(error, packages.MissingDependency) else packages.explained(error)

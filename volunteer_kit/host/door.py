@@ -16,6 +16,7 @@ from pathlib import Path
 from volunteer_kit import output, packages
 from volunteer_kit.host import parts
 from volunteer_kit.host.folder import HostFolder
+from volunteer_kit.host.line import proxy_troubles
 from volunteer_kit.host.plain import host_peer_only
 from volunteer_kit.host.ports import CLOSING, choose, gets_free
 from volunteer_kit.host.settings import (
@@ -183,6 +184,8 @@ class Host:
         self._save(saved.get("peer_id"))
         self._write_run_file(self._others)
         self._offer = make_offer(self.folder.path, self._url, self._settings, config)
+        for line in proxy_troubles(self._url, self._offer.dashboard_url):
+            self._say(line)
 
     def _with_ports(self, settings: HostSettings, known: int | None, patience: float) -> HostSettings:
         """Ports for ever, chosen at the first start; those that somebody has are told before anything starts.

@@ -358,7 +358,8 @@ def download(urls, sha256):
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             is_unknown = isinstance(reason, socket.gaierror)
-            silent.append("{}: {}".format(host, "no such name, or no internet" if is_unknown else str(reason).strip()))
+            said = "no such name, or no internet" if is_unknown else str(reason).strip()
+            silent.append(f"{host}: {said}{through_proxy(url)}")
         else:
             if hashlib.sha256(data).hexdigest() == sha256:
                 return data
@@ -379,7 +380,10 @@ class BrokenOff(Exception):
 def fetch(url):
     """At most MAX_WHEEL + 1 bytes of an answer. Raises BrokenOff, OSError, ValueError or HTTPException."""
     request = urllib.request.Request(url, headers={"User-Agent": "volunteer-kit-install"})
-    with urllib.request.urlopen(request, timeout=60, context=certificates()) as answer:
+    handlers = [urllib.request.HTTPSHandler(context=certificates())]
+    if is_on_this_machine(url):
+        handlers.append(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+    with urllib.request.build_opener(*handlers).open(request, timeout=60) as answer:
         try:
             data = answer.read(MAX_WHEEL + 1)
         except (http.client.HTTPException, ConnectionError, TimeoutError):
@@ -390,6 +394,20 @@ def fetch(url):
     if data.startswith(b"PK") and len(data) <= MAX_WHEEL and not zipfile.is_zipfile(io.BytesIO(data)):
         raise BrokenOff("the download was broken off")
     return data
+
+
+def is_on_this_machine(url):
+    host = urllib.parse.urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+
+
+def through_proxy(url):
+    """A clause that names the environment's proxy, without its password, where the address is asked through one."""
+    parts = urllib.parse.urlsplit(url)
+    value = urllib.request.getproxies().get(parts.scheme)
+    if not value or is_on_this_machine(url) or urllib.request.proxy_bypass(parts.netloc):
+        return ""
+    return ", through the proxy {} of {}_proxy".format(value.rpartition("@")[2], parts.scheme)
 
 
 def certificates():

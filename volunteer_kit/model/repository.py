@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from volunteer_kit.http_client import blamed_on_proxy
 from volunteer_kit.storage.places import expanded
 
 HUB_ID = (
@@ -117,11 +118,9 @@ def _look_through_hub(repository: str, revision: str | None, weights: bool) -> s
 
     try:
         about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=20)
-    except (OfflineModeIsEnabled, ConnectionError):
-        return _look_through_cache(repository, revision)
     except Exception as error:
-        if _is_network(error):
-            return _look_through_cache(repository, revision)
+        if isinstance(error, (OfflineModeIsEnabled, ConnectionError)) or _is_network(error):
+            return _look_through_cache(repository, revision, error)
         raise
     sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     for name in filter(_is_about, sizes):
@@ -133,11 +132,19 @@ def _look_through_hub(repository: str, revision: str | None, weights: bool) -> s
     return about.sha
 
 
-def _look_through_cache(repository: str, revision: str | None) -> str | None:
-    """What an earlier download has left here. Raises OSError if there is none."""
-    from huggingface_hub import hf_hub_download
+def _look_through_cache(repository: str, revision: str | None, why: Exception) -> str | None:
+    """What an earlier download has left here. Raises OSError if there is none.
 
-    config = Path(hf_hub_download(repository, "config.json", revision=revision, local_files_only=True))
+    :param why: the Hub was not asked
+    """
+    from huggingface_hub import constants, hf_hub_download
+
+    try:
+        config = Path(hf_hub_download(repository, "config.json", revision=revision, local_files_only=True))
+    except OSError:
+        if trouble := blamed_on_proxy(constants.ENDPOINT, why):
+            raise OSError(f"No copy of {repository} is here, and the Hub cannot be asked: {trouble}") from None
+        raise
     for file in sorted(config.parent.glob("*.json")):
         if _is_about(file.name):
             _check_file(file, repository)
@@ -222,4 +229,6 @@ def _is_network(error: BaseException) -> bool:
     """The Hub's client has changed its HTTP library twice; each has errors of its own."""
     if getattr(getattr(error, "response", None), "status_code", None) is not None:
         return False
-    return type(error).__module__.split(".")[0] in ("httpx", "httpcore", "requests", "urllib3")
+    return type(error).__module__.split(".")[0] in (
+        "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3",
+    )  # fmt: skip

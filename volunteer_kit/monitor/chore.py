@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from volunteer_kit import output
+from volunteer_kit.http_client import blamed_on_proxy
 
 LIMIT = 2**20  # bytes of an answer
 NICE = 10  # training on the same cores goes first
@@ -91,7 +92,15 @@ def do_chore(work: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     try:
         answer = work(json.loads(sys.stdin.readline()))
     except Exception as error:  # told in words; the monitor tries again later
-        answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        answer = {"error": _in_words(error)[:2000]}
     out.write(json.dumps(answer) + "\n")
     out.flush()
     return 0
+
+
+def _in_words(error: Exception) -> str:
+    from huggingface_hub import constants
+
+    is_line = isinstance(error, ConnectionError) or type(error).__module__.startswith(("httpx", "httpcore", "requests"))
+    trouble = blamed_on_proxy(constants.ENDPOINT, error) if is_line else None
+    return str(trouble) if trouble else f"{type(error).__name__}: {error}"

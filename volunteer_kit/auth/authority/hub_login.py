@@ -12,14 +12,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-import requests
-
 from volunteer_kit.auth.identity import MAKE_A_TOKEN, LoginError, check, in_time
 from volunteer_kit.auth.moderation import Allowlist, Person, Refused
+from volunteer_kit.http_client import http_session
 
+_log = logging.getLogger(__name__)
 HARMLESS = {"openid", "profile", "email"}
 OAUTH = "hf_oauth_"
 AWAY = ("network", "down", "limit", "missing")  # the Hub's trouble or ours, not the volunteer's
@@ -61,6 +62,7 @@ def who_is(token: str, allowlist: Allowlist, client_id: str | None) -> Person:
         identity = check(token, for_authority=True, scope=" ".join(sorted(oauth.scope)) if oauth else None)
     except LoginError as error:
         if error.kind in AWAY:
+            _log.warning("No volunteer can be let in: %s", error)  # the host's own trouble, a dead proxy for instance
             what = "The authority cannot ask the Hugging Face Hub just now who you are.\n1. Run it again in a minute."
             raise Refused("down", what, retry_after=30) from None
         raise Refused(error.kind, str(error)) from None
@@ -107,7 +109,8 @@ def exchange_code(code: str, verifier: str, redirect: str, client_id: str) -> st
 
 def _ask_hub(method: str, path: str, **arguments: Any) -> Any:
     """JSON. Raises OSError, ValueError. No redirect is followed: it could lead the token elsewhere."""
-    with requests.request(method, endpoint() + path, timeout=10, allow_redirects=False, **arguments) as answer:
+    url = endpoint() + path
+    with http_session() as http, http.request(method, url, timeout=10, allow_redirects=False, **arguments) as answer:
         if answer.status_code != 200:
             raise OSError(f"the Hub answered {answer.status_code}")
         return answer.json()
