@@ -22,7 +22,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.encoding import faults_of, through, tree
-from tests.shard_files import good_shard
+from tests.shard_files import good_shard, record, write_tar
 from tests.test_laion import emoji_folder
 from volunteer_kit.cli import app
 from volunteer_kit.data.code_shards import parse_index
@@ -193,14 +193,18 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path, monkeypatch, argumen
 
 
 def test_a_missing_shard_is_told_at_the_end_and_made_by_the_next_command(tmp_path):
-    good_shard(tmp_path / "00000.tar", 3)
+    records = [*(record(f"{n}.5", f"picture {n}") for n in range(3)), record("3.5", "no"), {"4.cls": b"7"}]
+    write_tar(tmp_path / "00000.tar", *records)
     arguments = ["encode", f"{tmp_path}/{{00000..00001}}.tar", f"{tmp_path}/out", "--run", "emoji", "--workers", "1"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 2 and "1 of 2 shards cannot be read now; 1 are finished" in done.stderr
-    assert "00001.tar (missing_shard): no such file" in done.stderr and "[1/2] 00000.tar: 3 records;" in done.stdout
+    assert "00001.tar (missing_shard): no such file" in done.stderr
+    assert "[1/2] 00000.tar: 3 records, 1 left out" in done.stdout
     shutil.copy(tmp_path / "00000.tar", tmp_path / "00001.tar")
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0 and "[2/2] 00001.tar: 3 records" in done.stdout
+    told = "6 records, 2 left out (short_caption 2), 2 files passed over (other_member 2); "
+    assert f"2 shards are finished in {tmp_path}/out: {told}" in done.stdout
 
 
 def test_on_a_terminal_there_is_one_bar_and_no_lines():
@@ -212,7 +216,9 @@ def test_on_a_terminal_there_is_one_bar_and_no_lines():
         progress.follow(Done("a.tar", Summary("a", 180, {"nsfw": 20}, None)))
         progress.follow(Unreadable("b.tar", "missing_shard", "no such file"))
         progress.follow(Moved("c.tar", 50, 0))
+        progress.follow(Done("c.tar", Summary("c", 0, {"missing_caption": 50}, None)))
     assert not said
-    for words in ("1/3", "250 records", "records/s", "left"):
+    warning = "WARNING: nothing of this shard can be used. c.tar: 0 records, 50 left out (missing_caption 50)"
+    for words in ("2/3", "250 records", "records/s", "left", warning):
         assert words in screen.getvalue()
-    assert progress.finished == 1 and [each.shard for each in progress.unreadable] == ["b.tar"]
+    assert progress.finished == 2 and [each.shard for each in progress.unreadable] == ["b.tar"]

@@ -35,7 +35,7 @@ def test_a_pickle_is_not_even_looked_at(tmp_path):
 
     evil = {f"a.{suffix}": pickle.dumps(Bomb()) for suffix in ("pyd", "pkl", "pickle", "pth", "npy", "ten")}
     records, counts = read(write_tar(tmp_path / "x.tar", {**record("a"), **evil}, record("b")))
-    assert len(records) == 2 and not counts
+    assert len(records) == 2 and counts == {"other_member": 6}
     everything = {f"k.{suffix}": pickle.dumps(Bomb()) for suffix in ("jpg", "txt", "json")}
     records, counts = read(write_tar(tmp_path / "y.tar", everything, record("b")))
     assert len(records) == 1 and counts == {"bad_json": 1}

@@ -222,12 +222,14 @@ def _memory_of_reading(dataset: str) -> tuple[int, float]:
         pa.large_list(pa.uint16()),
         pa.list_(pa.int32(), N),
         pa.large_binary(),
+        pa.binary(2 * N),
+        pa.dictionary(pa.int32(), pa.binary()),
     ],
     ids=str,
 )
 def test_codes_of_every_kind(stage: Stage, kind: pa.DataType):
     codes = codes_of(30)
-    values = [row.astype("<i2").tobytes() if kind == pa.large_binary() else row.tolist() for row in codes]
+    values = [row.tolist() if hasattr(kind, "value_field") else row.astype("<i2").tobytes() for row in codes]
     values[7] = None
     name = f"org/codes_{abs(hash(str(kind)))}"
     stage.hub.add("datasets", name, {"train.parquet": parquet(table(30, code=pa.array(values, kind)), group=7)})
@@ -307,6 +309,22 @@ def test_categories(stage: Stage):
     rows = rows.set_column(2, "NSFW", rows["NSFW"].dictionary_encode())
     stage.hub.add("datasets", "org/categories", {"train.parquet": parquet(rows)})
     assert [caption for caption, _ in stage.ask(look, "org/categories").records.values()][:2] == ["a cat", "a dog"]
+
+
+def test_texts_that_their_writer_calls_bytes(stage: Stage):
+    captions = pa.array(["\ufeffa cat", "caf\u00e9", "a dog"]).cast(pa.binary())
+    rows = table(3, caption=captions, NSFW=pa.array([b"SAFE"] * 3, pa.binary(4)))
+    stage.hub.add("datasets", "org/bytes", {"train.parquet": parquet(rows)})
+    seen = stage.ask(look, "org/bytes", filters=Filters(nsfw_allowed=("SAFE",)))
+    assert [caption for caption, _ in seen.records.values()] == ["a cat", "caf\u00e9", "a dog"] and not seen.counts
+
+
+def test_a_column_of_another_type_is_named_with_it(stage: Stage):
+    rows = table(2, caption=[["a"], ["b"]], code=[1.5, 2.5])
+    stage.hub.add("datasets", "org/types", {"train.parquet": parquet(rows)})
+    said = stage.ask(look, "org/types")
+    assert "caption (it is list<element: string>, and has to be text)" in said
+    assert "code (it is double, and has to be bytes or lists of integers)" in said
 
 
 def test_two_columns_of_one_name(stage: Stage):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import math
 import os
 import tarfile
 import time
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.shard_files import FAST, good_shard, open_source, picture, read, record, red_level, serve, write_tar
+from tests.shard_files import FAST, SAFE, good_shard, open_source, picture, read, record, red_level, serve, write_tar
 from volunteer_kit.data import laion
 from volunteer_kit.data.causes import CAUSES
 from volunteer_kit.data.errors import DataError
@@ -156,6 +158,166 @@ def test_a_caption_may_stand_in_the_metadata_only(tmp_path):
     files = record("k", "from the json")
     del files["k.txt"]
     assert read(write_tar(tmp_path / "x.tar", files))[0][0].caption == "from the json"
+
+
+def in_tar(path: Path, *files: tuple[str, bytes]) -> Path:
+    """Files in their order, several of one name too."""
+    with tarfile.open(path, "w") as tar:
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+JPG, TXT, META = picture(), b"a red square", json.dumps(SAFE).encode()
+
+
+def named(*names: str) -> list[tuple[str, bytes]]:
+    """Files with the contents that their endings say."""
+    dark = picture(colour=(9, 9, 9), kind="PNG")
+    kinds = {"jpg": JPG, "png": dark, "txt": TXT, "json": META, "gz": gzip.compress(TXT)}
+    return [(name, kinds.get(name.rpartition(".")[2].lower(), b"something else")) for name in names]
+
+
+def dotted(*stems: str) -> list[tuple[str, bytes]]:
+    return named(*(f"{stem}.{ending}" for stem in stems for ending in ("jpg", "txt", "json")))
+
+
+@pytest.mark.parametrize(
+    ("files", "keys", "counts"),
+    [
+        (dotted("shoe.1", "shoe.2", "shoe.3"), ["shoe.1", "shoe.2", "shoe.3"], {}),
+        (dotted("cat", "shoe.1", "img_1.5x", "cow"), ["cat", "shoe.1", "img_1.5x", "cow"], {}),
+        (dotted("st.john", "dr.who", "dr.no"), ["st.john", "dr.who", "dr.no"], {}),
+        (dotted("a.b/c", "a.b/d.1", "a.b/d.2"), ["a.b/c", "a.b/d.1", "a.b/d.2"], {}),
+        (named("0.image.jpg", "0.txt", "0.json", "1.image.jpg", "1.txt", "1.json"), ["0", "1"], {}),
+        (named("0.image.jpg", "0.caption.txt", "0.meta.json"), ["0"], {}),
+        (named("0.jpg", "0.seg.png", "0.txt", "0.json", "1.seg.png", "1.jpg", "1.txt", "1.json"), ["0", "1"],
+         {"other_member": 2}),
+        (named("0.mask.png", "0.image.jpg", "0.txt", "0.json"), ["0"], {"other_member": 1}),
+        (named("0.JPG", "0.TXT", "0.JSON", "1.Jpeg.JPG", "1.txt", "1.json"), ["0", "1"], {}),
+        (named("0.jpg", "0.txt.gz", "0.json", "1.jpg", "1.TXT.GZ", "1.json"), ["0", "1"], {}),
+        ([("0.jpg", JPG), ("0.text", TXT), ("0.json", META), ("1.jpg", JPG), ("1.caption", TXT), ("1.json", META)],
+         ["0", "1"], {}),
+        (named("0.jpg", "0.txt", "0.json", "0.cls", "0.npy", "._0.jpg", "LICENSE"), ["0"], {"other_member": 4}),
+        (named("0.jpg", "0.jpg", "0.txt", "0.json"), ["0"], {"duplicate_member": 1}),
+        (named("shoe.1.jpg", "shoe.1.txt", "shoe.2.jpg", "shoe.2.txt", "shoe.2.json"), ["shoe.2"], {"missing_json": 1}),
+        (named("0.tiff", "0.txt", "0.json", "1.jpg", "1.txt", "1.json"), ["1"],
+         {"other_member": 1, "missing_image": 1}),
+    ],
+)  # fmt: skip
+def test_every_name_is_a_record_or_is_counted(files, keys, counts, tmp_path):
+    records, counted = read(in_tar(tmp_path / "x.tar", *files))
+    assert [found.key.partition(":")[2] for found in records] == keys
+    assert counted == counts
+    assert all(found.caption == "a red square" and red_level(found.image) > 190 for found in records)
+
+
+def test_a_reader_that_goes_on_reads_names_by_the_same_rule(tmp_path):
+    """By 0.image.jpg the first dot ends a key; read alone, 7.1.jpg and 7.1.txt would be a record called 7.1."""
+    files = named(*(f"{n}.{end}" for n in range(40) for end in ("image.jpg", "txt", "json")))
+    files += named(*(f"{n}.1.{end}" for n in range(40, 44) for end in ("jpg", "txt", "json")))
+    shard = in_tar(tmp_path / "x.tar", ("9.jpg", JPG), ("9.txt", TXT), ("9.json", META), *files)
+    whole = [found.key for found in read(shard)[0]]
+    assert len(whole) == 45 and whole[-1] == "x.tar#44:43"
+    source = open_source(shard)
+    for step in (1, 7, 41, 44):
+        found: list[str] = []
+        while len(found) < 45 and (part := list(source.read(str(shard), len(found), len(found) + step, math.inf))):
+            found += [raw.key for raw in part]
+        assert found == whole
+    source.counts.clear()
+    assert [raw.key for raw in source.read(str(shard), 41, None, math.inf)] == whole[41:] and not source.counts
+
+
+def test_the_rule_of_a_shard_costs_bounded_memory(tmp_path):
+    """A look ahead ends after some files, and after some bytes."""
+    many = [("a.b.jpg", JPG), *((f"{n}", b"") for n in range(5000)), ("a.b.txt", TXT), ("a.b.json", META)]
+    records, counts = read(in_tar(tmp_path / "x.tar", *many))
+    assert len(records) == 1 and counts == {"other_member": 5000}
+    large = [("a.b.jpg", JPG + bytes(9 * 2**20)), ("a.txt", TXT), ("a.json", META)]
+    records, counts = read(in_tar(tmp_path / "x.tar", *large))
+    assert counts == {"missing_json": 1, "missing_image": 1}, "of what was seen, a.b is a name"
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_are_counted(kind, tmp_path):
+    with tarfile.open(in_tar(tmp_path / "x.tar", *dotted("0")), "a") as tar:
+        for end in ("jpg", "txt", "json"):
+            info = tarfile.TarInfo(f"1.{end}")
+            info.type, info.linkname = kind, f"0.{end}"
+            tar.addfile(info)
+    assert len(read(tmp_path / "x.tar")[0]) == 1 and read(tmp_path / "x.tar")[1] == {"other_member": 3}
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    ("caption", "meta"),
+    [
+        (BOM + TXT, BOM + META),
+        (TXT.decode().encode("utf-16"), META.decode().encode("utf-16")),
+        (gzip.compress(BOM + TXT), gzip.compress(META)),
+        (BOM, json.dumps({**SAFE, "caption": "\ufeffa red square"}).encode()),
+    ],
+)
+def test_marks_of_byte_order_and_gzip_are_no_part_of_a_text(caption, meta, tmp_path):
+    records, counts = read(in_tar(tmp_path / "x.tar", ("0.jpg", JPG), ("0.txt", caption), ("0.json", meta)))
+    assert [found.caption for found in records] == ["a red square"] and not counts
+
+
+@pytest.mark.parametrize(
+    ("files", "cause"),
+    [
+        ([("0.jpg", gzip.compress(bytes(2**22))), ("0.txt", TXT), ("0.json", META)], "image_too_large"),
+        ([("0.jpg", gzip.compress(JPG)[:40] + b"xx"), ("0.txt", TXT), ("0.json", META)], "bad_image"),
+        ([("0.jpg", JPG), ("0.txt", gzip.compress(bytes(2**22))), ("0.json", META)], "missing_caption"),
+        ([("0.jpg", JPG), ("0.txt", TXT), ("0.json", gzip.compress(b" " * 2**22 + META))], "bad_json"),
+    ],
+)
+def test_what_is_gzipped_unpacks_to_no_more_than_is_allowed(files, cause, tmp_path):
+    records, counts = read(in_tar(tmp_path / "x.tar", *files), limits=FAST._replace(member_bytes=2**20))
+    assert not records and counts == {cause: 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (gzip.compress(bytes(10240)), "gzipped; a shard is read by ranges of bytes, so unpack it: gzip -d"),
+        (b"BZh91AY&SY" + bytes(600), "bzip2 -d"),
+        (b"\xfd7zXZ\0" + bytes(600), "xz -d"),
+        (b"\x28\xb5\x2f\xfd" + bytes(600), "zstd -d"),
+        (b"PK\x03\x04" + bytes(600), "zip archive"),
+        (b"PAR1" + bytes(600), "parquet"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"<!doctype html><html>" + b" " * 600, "a web page"),
+        (b"\0\1" * 600, "not a tar file"),
+    ],
+)
+def test_what_is_no_tar_is_called_by_its_name(data, says, tmp_path):
+    (tmp_path / "x.tar").write_bytes(data)
+    source = open_source(tmp_path / "x.tar")
+    with pytest.raises(ShardError, match=says) as found:
+        list(source.read(source.shards[0], 0, None, math.inf))
+    assert found.value.cause == "bad_shard"
+
+
+def test_a_shard_without_a_record_says_what_is_in_it(tmp_path):
+    in_tar(tmp_path / "x.tar", *named("0.npy", "1.npy", "2.cls", "README", ".hidden"))
+    source = open_source(tmp_path / "x.tar")
+    with pytest.raises(ShardError, match=r"among its 5 files \(\.npy 2, ") as found:
+        list(source.read(source.shards[0], 0, None, math.inf))
+    assert found.value.cause == "empty_shard" and source.counts == {"other_member": 5}
+
+
+def test_a_folder_of_packed_shards_says_so(tmp_path):
+    (tmp_path / "0.tar.gz").touch()
+    with pytest.raises(DataError, match=r"no \.tar, but 1 packed.*0\.tar\.gz(.|\n)*gzip -d"):
+        expand_shards(str(tmp_path))
+    (tmp_path / "1.TAR").touch()
+    assert expand_shards(str(tmp_path)) == [str(tmp_path / "1.TAR")]
 
 
 def test_filters_are_settings(tmp_path):

@@ -101,6 +101,8 @@ FIXED_SIZE_LIST = base64.b64decode(
 VIEWS = [
     (pa.string_view(), ["a view of a longer string", None]),
     (pa.binary_view(), [b"a view of longer bytes", None]),
+    (pa.list_view(pa.int16()), [[1, 2], None]),
+    (pa.large_list_view(pa.int16()), [[1, 2], None]),
 ]
 
 
@@ -108,7 +110,7 @@ def can_be_written(kind: pa.DataType, values: list[Any]) -> bool:
     """pyarrow 18 writes no views."""
     try:
         return bool(written(pa.table({"list": pa.array(values, kind)})))
-    except pa.ArrowNotImplementedError:
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
         return False
 
 
@@ -121,6 +123,8 @@ def can_be_written(kind: pa.DataType, values: list[Any]) -> bool:
         (pa.large_string(), ["a", None]),
         *(column for column in VIEWS if can_be_written(*column)),
         (pa.dictionary(pa.int32(), pa.string()), ["a", None]),
+        (pa.dictionary(pa.int32(), pa.binary()), [b"a", None]),
+        (pa.binary(3), [b"abc", None]),
     ],
     ids=str,
 )
@@ -130,6 +134,24 @@ def test_all_versions_of_pyarrow_read_the_types_that_a_writer_noted(kind: pa.Dat
     assert found == values
     wanted = {list: "codes", str: "text", bytes: "bytes"}[type(values[0])]
     assert suits(file.table().columns["list"], wanted)
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string_view(), pa.binary_view(), pa.binary(1), pa.large_binary(), pa.string()], ids=str
+)
+def test_columns_of_text_and_bytes_in_memory(kind: pa.DataType):
+    values: list[Any] = ["a", None] if "string" in str(kind) else [b"a", None]
+    assert suits(kind, "text") and suits(kind, "value") and values_of(pa.array(values, kind), "text") == ["a", None]
+    assert suits(kind, "bytes") == suits(kind, "codes") == suits(kind, "image") == ("string" not in str(kind))
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_view(pa.int16()), pa.large_list_view(pa.int64()), pa.list_(pa.uint8(), 2)], ids=str
+)
+def test_columns_of_lists_in_memory(kind: pa.DataType):
+    found = values_of(pa.array([[1, 2], None, [3, 4]], kind))
+    assert suits(kind, "codes") and not suits(kind, "text")
+    assert [row if row is None else row.tolist() for row in found] == [[1, 2], None, [3, 4]]
 
 
 def test_ranges_are_cut_where_row_groups_end():

@@ -383,6 +383,17 @@ def test_a_bad_shard_is_tried_again_in_the_next_pass(tmp_path):
     assert Counter(key.split("#")[0] for key in keys(reader, 40))["1.tar"] >= 15
 
 
+def test_a_shard_of_no_use_is_told_once_with_the_causes(tmp_path, caplog):
+    good_shard(tmp_path / "0.tar", 3)
+    write_tar(tmp_path / "1.tar", *(record(f"{n}", "no") for n in range(7)), record("x", image=None))
+    reader = stream(shards=str(tmp_path / "{0,1}.tar"), cache_mb=0)
+    keys(reader, 12)
+    told = [each.getMessage() for each in caplog.records if "can be used" in each.getMessage()]
+    assert len(told) == 1 and "Not one of the 8 records read of the shard" in told[0] and "1.tar" in told[0]
+    assert "a caption shorter than the run allows: 7; no image: 1" in told[0]
+    assert reader.counts["short_caption"] >= 21
+
+
 def test_nothing_to_read_is_one_clear_error(tmp_path):
     write_tar(tmp_path / "x.tar", *(record(f"{n}", NSFW="NSFW") for n in range(3)))
     (tmp_path / "empty.tar").touch()

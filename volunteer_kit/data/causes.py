@@ -1,5 +1,6 @@
 """Why records and shards are left out: the keys of every count, and what each means in words."""
 
+FILES = frozenset({"duplicate_member", "other_member"})  # of these, files are counted; a record may use its others
 CAUSES: dict[str, str] = {
     # shards
     "missing_shard": "no such file or address",
@@ -14,6 +15,7 @@ CAUSES: dict[str, str] = {
     "unleased": "a shard read without a lease, since others claimed everything",
     # records
     "duplicate_member": "a second file of the same name in one record; the first is used",
+    "other_member": "a file that is no picture, caption or metadata by its name, or a second one of them; or a link",
     "missing_json": "no metadata, so that nobody knows whether it is safe",
     "bad_json": "metadata that cannot be read",
     "missing_caption": "no caption",

@@ -16,7 +16,7 @@ MAX_CAPTION = 10_000  # characters; what follows is cut off, for a tokenizer may
 def accept(caption: Any, meta: Mapping[str, Any], filters: Filters, columns: Columns) -> str:
     """A record's caption, cleaned, if what is known about the record lets it pass. Raises LeftOut with the first
     cause that applies; duplicates are the source's to find."""
-    caption = " ".join(caption[:MAX_CAPTION].split()) if isinstance(caption, str) else ""
+    caption = " ".join(caption[:MAX_CAPTION].lstrip("\ufeff").split()) if isinstance(caption, str) else ""
     if not caption:
         raise LeftOut("missing_caption")
     if len(caption) < filters.min_caption:

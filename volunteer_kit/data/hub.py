@@ -20,11 +20,11 @@ from .hosts import hosts_of, wait_for_a_host
 from .http_body import READ_AHEAD, HttpBody
 from .http_session import Session
 from .hub_client import Place, find_place, hub_addresses, list_parquet
-from .laion import decode_image
 from .parquet import Table
+from .pictures import decode_image
 from .settings import Columns, Filters
 from .source import LeftOut, Limits, Raw, Record, ShardError
-from .table_columns import suits, values_of
+from .table_columns import WANTED, Kind, suits, values_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -96,7 +96,7 @@ class HubSource:
         paths = _paths(table, columns, self._columns)
         with self._forgetting(shard), contextlib.closing(table.batches(paths, start, stop, open_range)) as parts:
             for at, batch in parts:
-                for index, row in enumerate(_rows(batch, columns), at):
+                for index, row in enumerate(_rows(batch, columns, self._columns), at):
                     pixels = self._pixels(row)
                     if index in cuts:
                         seen.clear()  # where a lease may begin: it is the same for whoever reads on here
@@ -177,24 +177,32 @@ class HubSource:
     def _wanted(self, table: Table) -> list[str]:
         """The columns that are read: the caption, what the picture is made of, and what filters look at. Raises
         ShardError when one is missing."""
-        missing = self._missing(table)
-        if missing:
-            raise ShardError("bad_shard", f"a table without the columns {', '.join(missing)}")
+        if missing := self._missing(table):
+            raise ShardError("bad_shard", f"a table that lacks {self._in_words(table, missing)}")
         pixels = self._columns.code if self._columns.code in table.columns else self._columns.image
         has = table.columns
         known = [name for name in _about_columns(self._columns) if name in has and suits(has[name], "value")]
         return list(dict.fromkeys([self._columns.caption, pixels, *known]))
 
-    def _missing(self, table: Table) -> list[str]:
+    def _missing(self, table: Table) -> dict[str, Kind]:
         """Columns that are needed and not there, or there with values of another kind."""
         columns, filters, has = self._columns, self._filters, table.columns
         pixels = columns.code if columns.code in has else columns.image
-        needed = [(columns.caption, "text"), (pixels, "codes" if pixels == columns.code else "image")]
-        needed += [(columns.nsfw, "value")] * (filters.nsfw_allowed is not None)
-        needed += [(columns.similarity, "value")] * (filters.min_similarity is not None)
-        needed += [(columns.language, "value")] * (filters.languages is not None)
-        needed += [(name, "value") for name in (columns.width, columns.height) if filters.min_size]
-        return [name for name, kind in needed if name not in has or not suits(has[name], kind)]
+        needed: dict[str, Kind] = {columns.caption: "text", pixels: "codes" if pixels == columns.code else "image"}
+        rest = [columns.nsfw] * (filters.nsfw_allowed is not None)
+        rest += [columns.similarity] * (filters.min_similarity is not None)
+        rest += [columns.language] * (filters.languages is not None)
+        rest += [columns.width, columns.height] * bool(filters.min_size)
+        needed |= {name: "value" for name in rest if name not in needed}
+        return {name: kind for name, kind in needed.items() if name not in has or not suits(has[name], kind)}
+
+    def _in_words(self, table: Table, missing: dict[str, Kind]) -> str:
+        """What is missing; where a column is there, of which type, and what it has to hold."""
+        has = table.columns
+        return ", ".join(
+            f"{name} (it is {str(has[name])[:40]}, and has to be {WANTED[kind]})" if name in has else name
+            for name, kind in missing.items()
+        )
 
     def _check_columns(self, give_up_at: float) -> None:
         """Of the first shard; one that cannot be read now is left to whoever reads it later."""
@@ -206,8 +214,9 @@ class HubSource:
             fields = {name: field for field, name in self._columns}
             there = ", ".join(f"{name[:40]} ({str(kind)[:40]})" for name, kind in list(table.columns.items())[:30])
             raise DataError(
-                f"The data set {self._dataset} lacks what this run looks at: {', '.join(missing)}. It has: {there}.\n"
-                f"1. Say what it calls them, in section data: columns: {{{fields[missing[0]]}: NAME}}\n"
+                f"The data set {self._dataset} lacks what this run looks at: {self._in_words(table, missing)}. It has: "
+                f"{there}.\n"
+                f"1. Say what it calls them, in section data: columns: {{{fields[next(iter(missing))]}: NAME}}\n"
                 "2. Or take filters off that it knows nothing about (nsfw_allowed: null takes everything)."
             )
 
@@ -244,8 +253,9 @@ def _paths(table: Table, wanted: Sequence[str], columns: Columns) -> list[str]:
     return [f"{name}.bytes" if name == columns.image and is_struct else name for name in wanted]
 
 
-def _rows(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    values = [values_of(batch.column(name)) for name in columns]
+def _rows(batch: pa.RecordBatch, columns: Sequence[str], named: Columns) -> Iterator[dict[str, Any]]:
+    kinds: dict[str, Kind] = {named.caption: "text", named.code: "codes", named.image: "image"}
+    values = [values_of(batch.column(name), kinds.get(name, "value")) for name in columns]
     for row in zip(*values, strict=True):
         yield dict(zip(columns, row, strict=True))
 

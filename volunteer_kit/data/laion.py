@@ -1,32 +1,32 @@
 """Image-text shards as img2dataset writes them (KEY.jpg, KEY.txt, KEY.json in tars), with the run's filters.
 
-Only images, txt and json are ever looked at; neighbours of one KEY are a record.
+Only images, captions and json are ever looked at (record_names.py); neighbours of one KEY are a record.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-import io
 import json
-import math
 import time
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-from PIL import Image
-
-from .filters import accept, aspect
+from .filters import accept
 from .hosts import hosts_of, wait_for_a_host
+from .pictures import decode_image
+from .record_names import Name, Namer, Role, Rule, key_of
 from .settings import Columns, Filters
 from .shards import catalogue_of, open_shard
 from .source import LeftOut, Limits, Raw, Record, ShardError
 from .tar_reader import Member, read_members
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
-MAX_PIXELS = 40_000_000  # of one image; a small file can unpack to gigabytes
-MAX_JSON = 2**20  # bytes
+Files = dict[Role, bytes | None]  # of a record; None for one that is too large or not needed
+
+MAX_JSON = 2**20  # bytes, of captions too
+MAX_KINDS = 20  # of files that are passed over, named in words
 MAX_MARKS = 20_000  # places in shards that are remembered, some 5 MB
 MAX_PICTURES = 100_000  # of one shard, among which duplicates are looked for
 SHARDS_WITH_PICTURES = 4  # whose pictures are remembered, 10 MB each
@@ -51,7 +51,7 @@ class LaionSource:
         self.counts = counts
         self._image_size, self._filters, self._limits, self._columns = image_size, filters, limits, columns
         self._hosts = hosts_of(self.shards)
-        self._marks: OrderedDict[tuple[str, int], int] = OrderedDict()  # shard, record -> byte where it begins
+        self._marks: OrderedDict[tuple[str, int], _Mark] = OrderedDict()  # by shard and record
         self._pictures: OrderedDict[str, _Pictures] = OrderedDict()
 
     def ranges(self, shard: str, give_up_at: float) -> None:
@@ -69,13 +69,13 @@ class LaionSource:
             return
         pictures = self._pictures_of(shard)
         first = start if pictures is None or start <= pictures.known else 0
-        at = self._marks.get((shard, first), 0)
+        at, rule = self._marks.get((shard, first), _Mark(0, None))
         first = first if at else 0
         wait_for_a_host(self._hosts, give_up_at)
         try:
             with open_shard(shard, self._limits, give_up_at, at) as stream:
-                members = read_members(stream, self._limits, _is_wanted, go_on, at)
-                for group in self._groups(members, shard, first, start, stop):
+                members = read_members(stream, self._limits, lambda name: True, go_on, at, links=True)
+                for group in self._groups(members, Namer(rule), shard, first, start, stop):
                     give_up_at = time.monotonic() + patience
                     is_duplicate = pictures is not None and pictures.is_known(group.index, group.image)
                     if group.index >= start:
@@ -89,43 +89,53 @@ class LaionSource:
     def use(self, raw: Raw) -> Record:
         """See Source.use. A picture that an earlier record of its shard has, used or not, is a duplicate."""
         files, is_duplicate = raw.data
-        meta = _metadata(files, required=self._filters.nsfw_allowed is not None)
+        if "json" not in files and self._filters.nsfw_allowed is not None:
+            raise LeftOut("missing_json")
+        meta = metadata_of(files)
         caption = accept(_caption(files, meta, self._columns), meta, self._filters, self._columns)
         if is_duplicate:
             raise LeftOut("duplicate")
-        return Record(caption, decode_image(_image_bytes(files), self._image_size, self._filters.max_aspect))
+        image = _image_bytes(files, self._limits.member_bytes)
+        return Record(caption, decode_image(image, self._image_size, self._filters.max_aspect))
 
     def _groups(
-        self, members: Iterator[Member], shard: str, first: int, start: int, stop: int | None
+        self, members: Iterator[Member], namer: Namer, shard: str, first: int, start: int, stop: int | None
     ) -> Iterator[_Group]:
         """Records from number `first` up to `stop`; the files of those before `start` are read only if their pictures
-        matter. The record in which a shard breaks is kept if it is whole."""
+        matter. The record in which a shard breaks is kept if it is whole. Raises ShardError, also for a shard without
+        any record."""
         group = None
+        others: Counter[str] = Counter()  # files that are passed over, by their endings
         try:
-            for member in members:
-                key, suffix = _key_and_suffix(member.name)
+            for name, member in namer.named(members):
+                at = 0 if group is None else group.index
+                if name is None:
+                    others[_ending(member, others)] += 1
+                    self.counts["other_member"] += at >= start
+                    continue
+                key = key_of(name, namer.rule)
                 if group is None or key != group.key:
                     index = first if group is None else group.index + 1
                     if index == stop:
-                        self._mark(shard, stop, member.at)
+                        self._mark(shard, stop, _Mark(member.at, namer.rule))
                         break
                     if group is not None:
                         yield group
                     group = _Group(index, key)
-                is_needed = group.index >= start or (self._filters.drop_duplicates and suffix in IMAGES)
-                if suffix not in group.files:
-                    group.files[suffix] = member.read() if is_needed else None
-                elif group.index >= start:
-                    self.counts["duplicate_member"] += 1
+                is_needed = group.index >= start or (self._filters.drop_duplicates and name.role == "image")
+                if cause := group.add(name, member, is_needed):
+                    self.counts[cause] += group.index >= start
         except ShardError:
             if group is not None and group.is_whole:
                 yield group  # what a break leaves of another is the shard's fault, which is counted already
             raise
         if group is not None:
             yield group
+        elif first == 0:
+            raise ShardError("empty_shard", _nothing_in_it(others))
 
-    def _mark(self, shard: str, index: int, at: int) -> None:
-        self._marks[shard, index] = at
+    def _mark(self, shard: str, index: int, mark: _Mark) -> None:
+        self._marks[shard, index] = mark
         self._marks.move_to_end((shard, index))
         if len(self._marks) > MAX_MARKS:
             self._marks.popitem(last=False)
@@ -140,24 +150,40 @@ class LaionSource:
         return pictures
 
 
+class _Mark(NamedTuple):
+    """Where a record of a shard begins, and by which rule its names are read there."""
+
+    at: int  # byte
+    rule: Rule | None
+
+
 class _Group:
-    """A record's files, None for one that is too large or not needed."""
+    """A record's files."""
 
     def __init__(self, index: int, key: str) -> None:
         self.index, self.key = index, key
-        self.files: dict[str, bytes | None] = {}
+        self.files: Files = {}
+        self._ranks: dict[Role, tuple[int, int]] = {}
+
+    def add(self, name: Name, member: Member, is_needed: bool) -> str | None:
+        """Take a file in. Why one of its role is passed over, if one is: this or the one before."""
+        role, rank, earlier = name.role, name.rank, self._ranks.get(name.role)
+        if earlier is None or rank < earlier:
+            self.files[role] = member.read() if is_needed else None
+            self._ranks[role] = rank
+        return None if earlier is None else "duplicate_member" if rank == earlier else "other_member"
 
     @property
     def image(self) -> bytes | None:
-        return next((self.files[suffix] for suffix in IMAGES if suffix in self.files), None)
+        return self.files.get("image")
 
     @property
     def is_whole(self) -> bool:
-        return "txt" in self.files and "json" in self.files and any(suffix in self.files for suffix in IMAGES)
+        return len(self.files) == 3
 
     def raw(self, shard: str, is_duplicate: bool) -> Raw:
         if is_duplicate:
-            self.files = {suffix: data for suffix, data in self.files.items() if suffix not in IMAGES}
+            self.files.pop("image")
         size = 500 + sum(len(data or b"") for data in self.files.values())  # with what Python needs for it
         return Raw(self.index, _sample_key(shard, self.index, self.key), (self.files, is_duplicate), size)
 
@@ -181,61 +207,13 @@ class _Pictures:
         return found < index
 
 
-def decode_image(data: bytes, size: int, max_aspect: float = math.inf) -> np.ndarray:
-    """JPEG, PNG or WebP bytes -> the central square, scaled: uint8 (size, size, 3); transparency becomes white."""
-    try:
-        image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-    except Image.DecompressionBombError:
-        raise LeftOut("image_too_large") from None
-    except Exception:  # Pillow's readers raise whatever broken bytes lead them to
-        raise LeftOut("bad_image") from None
-    with image:
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise LeftOut("image_too_large")
-        if aspect(width, height) > max_aspect:
-            raise LeftOut("aspect")
-        try:
-            image.draft("RGB", (2 * size, 2 * size))  # lets the JPEG decoder skip what would be scaled away
-            image.load()
-            return np.asarray(_square(_on_white(image), size))
-        except Exception:
-            raise LeftOut("bad_image") from None
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
-
-
-def _square(image: Image.Image, size: int) -> Image.Image:
-    side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    square = image.crop((left, top, left + side, top + side))
-    return square.resize((size, size), Image.Resampling.BICUBIC)
-
-
-def _key_and_suffix(name: str) -> tuple[str, str]:
-    """Of "folder/000017.seg.JPG": "folder/000017" and "seg.jpg"."""
-    folder, slash, file = name.rpartition("/")
-    key, _, suffix = file.partition(".")
-    return folder + slash + key, suffix.lower()
-
-
-def _is_wanted(name: str) -> bool:
-    return _key_and_suffix(name)[1] in (*IMAGES, "txt", "json") and not name.rpartition("/")[2].startswith(".")
-
-
-def _metadata(files: dict[str, bytes | None], required: bool) -> dict[str, Any]:
+def metadata_of(files: Files) -> dict[str, Any]:
+    """What a record's json says; {} where it has none. Raises LeftOut."""
     if "json" not in files:
-        if required:
-            raise LeftOut("missing_json")
         return {}
-    data = files["json"]
+    data = _unpacked(files["json"], MAX_JSON)
     try:
-        meta = json.loads(data.decode("utf-8")) if data is not None and len(data) <= MAX_JSON else None
+        meta = json.loads(_text(data)) if data is not None and len(data) <= MAX_JSON else None
     except (ValueError, RecursionError):
         meta = None
     if not isinstance(meta, dict):
@@ -243,20 +221,55 @@ def _metadata(files: dict[str, bytes | None], required: bool) -> dict[str, Any]:
     return meta
 
 
-def _caption(files: dict[str, bytes | None], meta: dict[str, Any], columns: Columns) -> Any:
-    """The txt file's, or the metadata's where that has none."""
-    text = (files.get("txt") or b"").decode("utf-8", "replace")
-    return text if text.strip() else meta.get(columns.caption)
+def _caption(files: Files, meta: dict[str, Any], columns: Columns) -> Any:
+    """The text file's, or the metadata's where that has none."""
+    text = _text(_unpacked(files.get("text"), MAX_JSON) or b"", "replace")
+    return text if text.strip("\ufeff \r\n\t") else meta.get(columns.caption)
 
 
-def _image_bytes(files: dict[str, bytes | None]) -> bytes:
-    present = [suffix for suffix in IMAGES if suffix in files]
-    if not present:
+def _image_bytes(files: Files, limit: int) -> bytes:
+    if "image" not in files:
         raise LeftOut("missing_image")
-    data = files[present[0]]
+    data = _unpacked(files["image"], limit)
     if data is None:
         raise LeftOut("image_too_large")
     return data
+
+
+def _text(data: bytes, errors: str = "strict") -> str:
+    """UTF-8, or UTF-16 where a byte order mark says so; the mark is dropped. Raises ValueError."""
+    is_16_bits = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if is_16_bits else "utf-8-sig", errors)
+
+
+def _unpacked(data: bytes | None, limit: int) -> bytes | None:
+    """What is gzipped, unpacked, whatever its name says; None for what has more than `limit` bytes then, b"" for what
+    is damaged."""
+    if data is None or not data.startswith(b"\x1f\x8b"):
+        return data
+    try:
+        plain = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(data, limit + 1)
+    except zlib.error:
+        return b""
+    return plain if len(plain) <= limit else None
+
+
+def _ending(member: Member, known: Counter[str]) -> str:
+    """A short name of a file's kind, one of few."""
+    if not member.is_file:
+        return "links"
+    file = member.name.rpartition("/")[2]
+    ending = "." + "".join(c if c.isascii() and c.isprintable() else "?" for c in file.rpartition(".")[2][:12])
+    if file.startswith(".") or "." not in file:
+        ending = "hidden files" if file.startswith(".") else "files without an ending"
+    return ending if ending in known or len(known) < MAX_KINDS else "others"
+
+
+def _nothing_in_it(others: Counter[str]) -> str:
+    if not others:
+        return "no files in it"
+    kinds = ", ".join(f"{kind} {number}" for kind, number in others.most_common(6))
+    return f"no picture, caption or metadata among its {sum(others.values())} files ({kinds})"
 
 
 def _sample_key(shard: str, index: int, key: str) -> str:

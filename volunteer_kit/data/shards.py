@@ -83,7 +83,7 @@ def _places(name: str, pattern: str) -> list[str]:
         )
     path = expanded(name)
     if path.is_dir():
-        return list_files(os.path.join(glob.escape(str(path)), "*.tar"))
+        return _in_folder(path)
     if glob.has_magic(name) and not path.exists():
         return list_files(str(path))
     if os.path.exists(path) and (kind := kind_of(path)) is not None:
@@ -92,6 +92,18 @@ def _places(name: str, pattern: str) -> list[str]:
             "1. Name the tar files themselves, or the folder that holds them: --data FOLDER"
         )
     return [str(path)]
+
+
+def _in_folder(path: Path) -> list[str]:
+    folder = glob.escape(str(path))
+    found = list_files(os.path.join(folder, "*.[tT][aA][rR]"))
+    if not found and (packed := [*list_files(os.path.join(folder, "*.tar.*")), *list_files(f"{folder}/*.tgz")]):
+        raise DataError(
+            f"The folder {str(path)!r} has no .tar, but {len(packed)} packed ones ({os.path.basename(packed[0])}), and "
+            "shards are read by ranges of bytes.\n"
+            "1. Unpack them: gzip -d FOLDER/*.tar.gz"
+        )
+    return found
 
 
 def catalogue_of(kind: str, shards: Sequence[str]) -> str:

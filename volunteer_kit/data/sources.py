@@ -21,6 +21,7 @@ from .settings import DataConfig
 from .shards import expand_shards, is_address
 from .source import LeftOut, Limits, Record, Source
 
+READING = 2  # raise it when the same shards give other records or pixels: what is cached of them is not used then
 FREE_SHARE = 4  # of the disk's free bytes, one in so many may be the cache's
 
 
@@ -78,7 +79,7 @@ def open_caches(config: DataConfig, source: Source, image_tokenizer: str) -> lis
         caches.append(SampleCache(None, int(config.cache_mb * 1e6)))
     is_here = config.kind == "codes" and not any(is_address(shard) for shard in source.shards)
     if config.disk_cache_mb and not is_here:
-        about = [source.catalogue, image_tokenizer, config.filters, config.columns.model_dump()]
+        about = [READING, source.catalogue, image_tokenizer, config.filters, config.columns.model_dump()]
         name = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
         file = cache_folder(config) / f"samples-{name}.sqlite"
         caches.append(SampleCache(file, room_on_disk(file, int(config.disk_cache_mb * 1e6))))

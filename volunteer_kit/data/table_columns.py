@@ -12,19 +12,27 @@ if TYPE_CHECKING:
 Kind = Literal["text", "value", "bytes", "codes", "image"]
 
 
+WANTED = {  # in words, of what a column has to hold
+    "text": "text",
+    "value": "text, numbers or yes and no",
+    "bytes": "bytes",
+    "codes": "bytes or lists of integers",
+    "image": 'bytes or a struct with "bytes"',
+}
+
+
 def suits(kind: pa.DataType, wanted: Kind) -> bool:
     """Whether a column of this type can hold what is wanted of it."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
         kind = kind.value_type
-    is_text = types.is_string(kind) or types.is_large_string(kind)
-    is_bytes = types.is_binary(kind) or types.is_large_binary(kind)
-    if wanted == "text":
-        return is_text
+    is_bytes = _is_bytes(kind)
+    if wanted == "text":  # some writers (Impala, older Sparks) do not say that their bytes are text
+        return _is_text(kind) or is_bytes
     if wanted == "value":
-        is_plain = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
-        return is_text or is_plain
+        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+        return _is_text(kind) or is_bytes or is_number or types.is_boolean(kind) or types.is_null(kind)
     if wanted == "codes":
         return is_bytes or (_is_list(kind) and types.is_integer(kind.value_type))
     if wanted == "image" and types.is_struct(kind):
@@ -33,29 +41,43 @@ def suits(kind: pa.DataType, wanted: Kind) -> bool:
     return is_bytes
 
 
-def values_of(column: pa.Array) -> list[Any]:
-    """One Python value a row; None where there is none. Lists of integers become arrays of their own."""
+def values_of(column: pa.Array, wanted: Kind | None = None) -> list[Any]:
+    """One Python value a row; None where there is none. Lists of integers become arrays of their own; bytes become text
+    where text is wanted or may be wanted ("text", "value"), and decimals become floats."""
     import pyarrow as pa
     from pyarrow import types
 
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     kind = column.type
-    if types.is_string(kind) or types.is_large_string(kind):
-        try:
-            return column.to_pylist()
-        except UnicodeDecodeError:
-            raw = column.cast(pa.large_binary()).to_pylist()
-            return [None if value is None else value.decode("utf-8", "replace") for value in raw]
+    if _is_text(kind) or (_is_bytes(kind) and wanted in ("text", "value")):
+        raw = column.cast(pa.large_binary()).to_pylist()
+        return [None if value is None else value.decode("utf-8", "replace") for value in raw]
+    if types.is_decimal(kind):
+        return column.cast(pa.float64()).to_pylist()
     if _is_list(kind) and types.is_integer(kind.value_type):
         return _arrays(column)
     return column.to_pylist()
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    from pyarrow import types
+
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    from pyarrow import types
+
+    is_plain = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return is_plain or types.is_binary_view(kind)
+
+
 def _is_list(kind: pa.DataType) -> bool:
     from pyarrow import types
 
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    is_plain = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return is_plain or types.is_list_view(kind) or types.is_large_list_view(kind)
 
 
 def _arrays(column: pa.Array) -> list[np.ndarray | None]:

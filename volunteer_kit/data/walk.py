@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .blocks import Block, BlockReader, Cache, shuffled
-from .causes import CAUSES
+from .causes import CAUSES, FILES
 from .encoding import Coded, Encoder, Sample
 from .errors import DataError
 from .leases import Lease, Leases, Refusal
 from .settings import DataConfig
 from .shards import shown
 from .source import ShardError, Source
+
+logger = logging.getLogger(__name__)
 
 MOST_REFUSED = 256  # shards in a row that others have, after which a reader begins its next epoch
 WINDOW = 256  # shards that may be in work at a time; what is unfinished so far behind is given up in this epoch
@@ -85,6 +88,7 @@ class Walk:
         self._caches, self._counts, self._failures = caches, counts, failures
         self._deadline = time.monotonic() + config.patience
         self._want, self._images = 1, FIRST_IMAGES
+        self._useless: set[str] = set()  # shards whose records were of no use, and which were told
         self._has_read, self._begun, self._vain = False, False, 0  # _begun: something of this range was given out
 
     def samples(self, seeds: tuple[int, int], at: Position) -> Iterator[tuple[Sample, Position]]:
@@ -202,12 +206,14 @@ class Walk:
         reader = BlockReader(self._source, shard, last, lambda: self._deadline, self._caches)
         range_, used, ended, lost = lease.first, lease.used, False, False
         self._begun = False
+        gave, before = False, self._counts.copy()
         try:
             while not ended and reader.failure is None and (lease.last is None or range_ < lease.last):
                 if lost := not self._leases.holds(lease):
                     break
                 started = time.monotonic()
                 ended = yield from self._range(reader, lease, range_, cuts, used, place)
+                gave |= self._begun
                 if reader.failure is None:
                     range_, used, self._begun = range_ + 1, 0, False
                     self._want = max(1, min(64, int(LEASE_SECONDS / max(time.monotonic() - started, 1e-3))))
@@ -219,6 +225,17 @@ class Walk:
             self._leases.ended(lease, None)
         if reader.failure is not None:
             self._fail(lease.shard, reader.failure)
+        elif not (gave or lost or used):
+            self._warn_of_nothing(shard, self._counts - before)
+
+    def _warn_of_nothing(self, shard: str, counts: Counter[str]) -> None:
+        """A lease gave no sample: told once a shard, with the causes."""
+        causes = [(cause, number) for cause, number in counts.most_common() if cause not in FILES]
+        if causes and shard not in self._useless:
+            self._useless.add(shard)
+            told = "; ".join(f"{CAUSES.get(cause, cause)}: {number}" for cause, number in causes[:5])
+            total = sum(number for _, number in causes)
+            logger.warning("Not one of the %d records read of the shard %s can be used. %s", total, shown(shard), told)
 
     def _range(
         self, reader: BlockReader, lease: Lease, range_: int, cuts: Sequence[int] | None, used: int, place: int

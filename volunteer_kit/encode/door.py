@@ -15,7 +15,7 @@ from volunteer_kit.data.source import Limits
 from volunteer_kit.device import detect_device, usable_cores, usable_memory
 from volunteer_kit.encode.folder import locked, refuse_other_settings, targets, write_report
 from volunteer_kit.encode.pool import Plan, encode_shards
-from volunteer_kit.encode.progress import EncodeProgress
+from volunteer_kit.encode.progress import EncodeProgress, in_words
 from volunteer_kit.encode.settings import Settings
 from volunteer_kit.model.image_tokenizer_config import image_tokenizer_config
 from volunteer_kit.run_reader import RunError
@@ -73,7 +73,7 @@ def encode(
             write_report(folder, settings)
     if progress.unreadable and not interrupted:
         raise _some_unreadable(progress, len(goals), folder)
-    _say_result(len(goals), progress.finished, interrupted, folder, say)
+    _say_result(len(goals), progress, interrupted, folder, say)
     return Encoded(len(goals), progress.finished, interrupted)
 
 
@@ -115,7 +115,7 @@ def _some_unreadable(progress: EncodeProgress, shards: int, folder: Path) -> Dat
         "\n".join(
             [
                 f"{len(progress.unreadable)} of {shards} shards cannot be read now; {progress.finished} are finished "
-                f"in {folder}:",
+                f"in {folder} ({progress.records} records{in_words(progress.counts)}):",
                 *told,
                 *([f"   ... and {more} more"] if more else []),
                 "1. Look at the files or the network, and run the same command again: it makes what is missing.",
@@ -125,15 +125,19 @@ def _some_unreadable(progress: EncodeProgress, shards: int, folder: Path) -> Dat
     )
 
 
-def _say_result(shards: int, finished: int, interrupted: bool, folder: Path, say: Callable[[str], None]) -> None:
+def _say_result(
+    shards: int, progress: EncodeProgress, interrupted: bool, folder: Path, say: Callable[[str], None]
+) -> None:
     if interrupted:
         say(
-            f"Stopped: {finished} of {shards} shards are finished in {folder}, and what was made of the others stays.\n"
+            f"Stopped: {progress.finished} of {shards} shards are finished in {folder}, and what was made of the "
+            "others stays.\n"
             "To go on, run the same command again."
         )
         return
     pattern = shlex.quote(f"{folder}/*.tar")
     say(
-        f"{finished} shards are finished in {folder}; {folder / 'report.json'} says what was left out.\n"
+        f"{progress.finished} shards are finished in {folder}: {progress.records} records"
+        f"{in_words(progress.counts)}; {folder / 'report.json'} says what was left out.\n"
         f"To train on them, write into section `data` of the run file: kind: codes, shards: {pattern}"
     )

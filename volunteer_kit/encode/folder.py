@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from volunteer_kit.data.causes import FILES
 from volunteer_kit.data.code_shards import CodeIndex, MadeFrom, parse_index
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.shards import shown
@@ -73,7 +74,7 @@ class Summary(NamedTuple):
     @property
     def seen(self) -> int:
         """Records of the input, about: faults of the shard itself count too."""
-        return self.records + sum(self.counts.values())
+        return self.records + sum(number for cause, number in self.counts.items() if cause not in FILES)
 
 
 def targets(shards: list[str], folder: Path) -> dict[str, Target]:
@@ -133,7 +134,8 @@ def require_settings(index: CodeIndex, path: Path, settings: Settings) -> None:
     other = "" if theirs == settings.tokenizer_name else f" (image tokenizer {theirs.name!r}, {theirs.identity})"
     raise DataError(
         f"{path} was made with other settings{other} than this run's: image tokenizer "
-        f"{settings.tokenizer_name.name!r} ({settings.identity}), filters and columns of its section `data`.\n"
+        f"{settings.tokenizer_name.name!r} ({settings.identity}), filters and columns of its section `data`; or by an "
+        "older kit, which read some pictures and names otherwise.\n"
         "1. Name another folder for the code shards.\n2. Or name the run that these shards were made for: --run RUN"
     )
 

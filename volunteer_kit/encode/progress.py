@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -10,6 +11,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from volunteer_kit.data.causes import FILES
 from volunteer_kit.data.shards import shown
 from volunteer_kit.encode.pool import Done, Event, Moved, Unreadable
 
@@ -21,6 +23,7 @@ class EncodeProgress:
     def __init__(self, shards: int, say: Callable[[str], None], console: Console | None = None) -> None:
         self.finished = 0  # shards
         self.unreadable: list[Unreadable] = []
+        self.records, self.counts = 0, Counter[str]()  # of the finished shards
         self._shards, self._say = shards, say
         self._through: dict[str, int] = {}  # records of a shard's input that are done with
         self._before: dict[str, int] = {}  # as many of them were, when this command heard of the shard first
@@ -52,7 +55,13 @@ class EncodeProgress:
             self.finished += 1
             self._note(event.shard, summary.seen)
             self._finished_records += summary.seen
+            self.records += summary.records
+            self.counts.update(summary.counts)
             line = f"{summary.name}.tar: {summary.records} records{in_words(summary.counts)}"
+            if not summary.records:
+                line = f"WARNING: nothing of this shard can be used. {line}"
+                if self._bar:
+                    self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif isinstance(event, Unreadable):
             self.unreadable.append(event)
             line = f"{shown(event.shard)} cannot be read now ({event.cause}): {event.message}"
@@ -80,8 +89,14 @@ class EncodeProgress:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
-    """As ", 6 left out (aspect 2, nsfw 4)", or nothing."""
+    """As ", 6 left out (aspect 2, nsfw 4), 3 files passed over (other_member 3)", or nothing."""
+    records = {cause: number for cause, number in counts.items() if cause not in FILES}
+    files = {cause: number for cause, number in counts.items() if cause in FILES}
+    return _listed("left out", records) + _listed(f"file{'s' * (sum(files.values()) != 1)} passed over", files)
+
+
+def _listed(what: str, counts: Mapping[str, int]) -> str:
     if not counts:
         return ""
     causes = ", ".join(f"{cause} {number}" for cause, number in sorted(counts.items()))
-    return f", {sum(counts.values())} left out ({causes})"
+    return f", {sum(counts.values())} {what} ({causes})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections import Counter, deque
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from volunteer_kit.data.code_shards import MadeFrom, stored_metadata
 from volunteer_kit.data.hosts import hosts_of, wait_for_a_host
-from volunteer_kit.data.laion import IMAGES, LaionSource
+from volunteer_kit.data.laion import LaionSource, metadata_of
 from volunteer_kit.data.shards import open_shard
 from volunteer_kit.data.source import LeftOut, Raw, ShardError
 from volunteer_kit.encode.folder import Summary, Target, finished, summary_of
@@ -127,7 +126,7 @@ class _Reader:
             return Decoded(raw.index, key, str(why))
         files, _ = raw.data
         meta = stored_metadata(
-            json.loads(files.get("json") or b"{}"),
+            metadata_of(files),
             (columns.nsfw, columns.width, columns.height, columns.similarity, columns.language),
         )
         meta |= {"caption": record.caption, "key": key, "index": raw.index, "sha256": seen.image}
@@ -147,7 +146,7 @@ class _Seen(NamedTuple):
 def _image_hash(raw: Raw) -> str:
     """SHA-256; of a record without an image, a text that no other record has."""
     files, _ = raw.data
-    image = next((files[suffix] for suffix in IMAGES if suffix in files), None)
+    image = files.get("image")
     return f"none {raw.index}" if image is None else hashlib.sha256(image).hexdigest()
 
 
