@@ -115,6 +115,12 @@ VARIABLES: tuple[Variable, ...] = (
         "libraries",
     ),
     Variable(
+        "NO_PROXY",
+        "Hosts that are asked without a proxy. Where a proxy is named, the kit adds this machine's own addresses.",
+        "requests, huggingface_hub",
+        "libraries",
+    ),
+    Variable(
         "HIVEMIND_LOGLEVEL", "Level of hivemind's own log lines: `DEBUG` to `CRITICAL`.", "hivemind", "libraries"
     ),
     Variable("PYTHONPATH", "Passed on to processes that the kit starts, behind its own path.", "Python", "libraries"),

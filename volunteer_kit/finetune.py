@@ -136,8 +136,8 @@ class RunDoor:
 
     def ask(self) -> Admission:
         """Raises LoginError, AuthorityRefused, with the reason."""
-        self.membership = Membership(self.run, self._config.identity_path, self._token)
-        self.membership.ask()
+        self.membership = Membership(self.run, self._config.identity_path, self._token, print)
+        self.membership.ask(on_wait=lambda reason, seconds: print(f"{reason} It is asked again in {seconds:.0f} s."))
         return self.membership.admission
 
     def keep(self, peer: Peer) -> None:
@@ -146,6 +146,7 @@ class RunDoor:
 
     def enter(self, optimizer: SwarmOptimizer, board: PeerBoard) -> None:
         self.optimizer, self.board = optimizer, board
+        optimizer.reach.ask_cause = self.membership.why_no_token
         if self.membership.trust is not None:
             self._among = Among(self)
 

@@ -58,6 +58,12 @@ class Story:
         p.plan = plan_in_words(event["batch_size"], getattr(self, "_precision", "fp32"), event["checkpointing"])
         p.why = str(event["why"])
 
+    def _waiting(self, event: Event) -> None:
+        p = self.progress
+        first = str(event["reason"]).partition("\n")[0]
+        state = "reconnecting" if p.restarts else "connecting"
+        self.be(state, f"{first.rstrip('.')}. Asked again in {event['seconds']:.0f} s")
+
     def _connected(self, event: Event) -> None:
         self.progress.message = ""
         how = "it calls others, they cannot call it" if event["client_mode"] else "others can call this machine"

@@ -31,7 +31,8 @@ from volunteer_kit.training.protocol import (
     parse_command,
 )
 
-MAY_PASS = ("dead_peers", "away", "down", "limit")  # kinds of trouble: nobody of the swarm, or no authority, answers
+# kinds of trouble: nobody of the swarm, or no authority, answers; the clock is wrong
+MAY_PASS = ("dead_peers", "away", "down", "limit", "clock")
 PATIENCE = 45.0  # s for the worker of a kernel that was killed to say goodbye
 
 
@@ -126,7 +127,9 @@ def main() -> int:
         end_program(lambda: voice("broken", message=f"{why}."), BROKEN)
 
     try:
-        session = Session(spec, voice, end_broken)
+        session = Session(spec, voice, end_broken, orders.leave)
+    except Left:
+        return 0
     except (RunError, OSError, ImportError) as e:
         # these say in plain words what to do; OSError includes SwarmError, DataError and CheckpointError
         traceback.print_exc()
@@ -154,8 +157,9 @@ def main() -> int:
         return REFUSED
     except OSError as e:  # what was there an hour ago can come back: the supervisor starts us again, with patience
         traceback.print_exc()
-        voice("warning", kind=type(e).__name__, message=str(e))
-        return OFFLINE if isinstance(e, (DataError, ConnectionError)) else 1
+        is_line = isinstance(e, (DataError, ConnectionError))
+        voice("error" if is_line else "warning", kind=getattr(e, "kind", type(e).__name__), message=str(e))
+        return OFFLINE if is_line else 1
     except RuntimeError as e:
         if (full := explain_full(e)) is None:
             raise

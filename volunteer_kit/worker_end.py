@@ -41,10 +41,10 @@ class WorkerEnd:
         code = self.exit_code
         if code is None:
             return self.error or "it could not be started"
+        if code in (REFUSED, BROKEN, OFFLINE) and self.error:
+            return self.error.splitlines()[0].rstrip(".")
         if code == OFFLINE:
             return "nobody could be reached"
-        if code in (REFUSED, BROKEN) and self.error:
-            return self.error.splitlines()[0].rstrip(".")
         if code == -signal.SIGKILL:
             return "it was killed (SIGKILL), often the system's answer to a lack of memory"
         return f"it ended with exit code {code}" if code >= 0 else f"it was killed by signal {-code}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import logging
 import random
 import threading
@@ -22,6 +23,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from volunteer_kit.auth.access_token import (
+    MAX_LIFETIME,
     AccessToken,
     BanList,
     TokenError,
@@ -36,7 +38,10 @@ from volunteer_kit.auth.proof import convict_claim, join_claim, prove, public_te
 
 FIRST_PAUSE = 2.0  # s after a question that nobody answered; then twice as long each time
 LONGEST_PAUSE = 60.0  # s
+PATIENCE = 900.0  # s that a first join waits for an authority that is away
+PASSING = ("away", "down", "limit")  # kinds of trouble that pass by themselves
 LOOK_EVERY = 30.0  # s between looks whether the machine was suspended
+LONGEST_ASKED = 300.0  # s that an authority may have us wait
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +54,9 @@ class Authorizer:
     :param scope: of that login, if it came from the browser; the authority does not rely on it
     :param on_token: called with each new token's envelope, first in join(), later in the authorizer's thread
     :param on_refused: called once with kind and message when the authority will not have us any more
+    :param on_trouble: called once in a row of vain questions, with words for the screen
     :param clock: s since 1970
+    :ivar trouble: why the newest question got no token; None: it got one
     Raises AuthorityRefused (insecure).
     """
 
@@ -64,12 +71,14 @@ class Authorizer:
         *,
         on_token: Callable[[bytes], None] = lambda envelope: None,
         on_refused: Callable[[str, str], None] = lambda kind, message: None,
+        on_trouble: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = AuthorityClient(url)
         self._trust, self._run_id, self._key, self._clock = trust, run_id, identity, clock
         self._hf_token, self._scope = hf_token, scope
-        self._on_token, self._on_refused = on_token, on_refused
+        self._on_token, self._on_refused, self._on_trouble = on_token, on_refused, on_trouble
+        self.trouble: AuthorityRefused | None = None
         self._public_key = public_text(identity)
         self._peer_id = peer_id_of_key(self._public_key)
         self._stopped = threading.Event()
@@ -94,6 +103,34 @@ class Authorizer:
         answer = self._client.post("/v1/join", {**body, "hf_token": self._hf_token, "scope": self._scope})
         return self._take(answer)
 
+    def join_patiently(
+        self,
+        leave: threading.Event,
+        on_wait: Callable[[AuthorityRefused, float], None],
+        patience: float = PATIENCE,
+        wait: Callable[[float], bool] | None = None,
+    ) -> AccessToken | None:
+        """As join(), but what passes by itself (PASSING) is waited for, with growing pauses, as late as the authority
+        asks for within LONGEST_ASKED. Raises AuthorityRefused when it has not passed after `patience` s.
+
+        :param on_wait: called before each pause with the trouble and how long it is, s
+        :param wait: sleeps so long; True: `leave` was set meanwhile
+        :returns: None if `leave` was set
+        """
+        waited, wait = 0.0, wait or leave.wait
+        for attempt in itertools.count():
+            try:
+                return self.join()
+            except AuthorityRefused as refused:
+                pause = _pause(attempt, refused)
+                if refused.kind not in PASSING or waited + pause > patience:
+                    raise
+                on_wait(refused, pause)
+            waited += pause
+            if wait(pause):
+                return None
+        raise AssertionError
+
     def refresh(self) -> AccessToken:
         """A new token for the peer that has joined. Raises AuthorityRefused."""
         moment = int(self._clock())
@@ -116,7 +153,7 @@ class Authorizer:
                 raise TokenError("other_peer", "it is for another peer")
         except (KeyError, TypeError, binascii.Error, ValueError) as error:
             raise _unbelievable(str(error) if isinstance(error, TokenError) else "it cannot be read") from None
-        self.token, self._failures = token, 0
+        self.token, self._failures, self.trouble = token, 0, None
         self._rejoin = bool(answer.get("join_again"))
         self._due = time.monotonic() + (token.expires_at - self._clock()) / 3
         self._on_token(envelope)
@@ -153,9 +190,11 @@ class Authorizer:
                 self._wait_longer(None)
 
     def _has_slept(self) -> bool:
-        """The machine was suspended: its monotonic clock stood still, and the token's time went on."""
-        is_asking = self._failures > 0
-        return not is_asking and self.token is not None and self.token.expires_at - self._clock() < LOOK_EVERY
+        """The machine was suspended: its monotonic clock stood still, and the token's time went on. Or its clock was
+        set back, and the token would last too long to be believed."""
+        if self._failures > 0 or self.token is None:
+            return False
+        return not LOOK_EVERY <= self.token.expires_at - self._clock() <= MAX_LIFETIME + LOOK_EVERY
 
     def _renew(self) -> None:
         if self._rejoin:
@@ -174,13 +213,25 @@ class Authorizer:
             self.join()
 
     def _wait_longer(self, refused: AuthorityRefused | None) -> None:
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures, 10))
-        pause = max(pause, refused.retry_after or 0.0) if refused else pause
+        pause = _pause(self._failures, refused)
         self._failures += 1
+        self.trouble = refused or self.trouble
         if refused and self._failures == 1:
-            _log.warning("%s The access token in hand is good until it ends; asking on.", refused.first_line)
+            left = max(0.0, self.token.expires_at - self._clock()) if self.token else 0.0
+            text = f"{refused.first_line} The access token in hand is good for {left / 60:.0f} min more; asking on."
+            _log.warning(text)
+            self._on_trouble(text)
         # jitter: when an authority comes back, its volunteers must not all knock in the same second
         self._due = time.monotonic() + pause * random.uniform(0.7, 1.3)
+
+    def why_no_token(self) -> str | None:
+        """Why the others admit us no longer: our token has ended, and in words why there is no other one. None while
+        it holds."""
+        token, trouble = self.token, self.trouble
+        if token is None or token.expires_at > self._clock():
+            return None
+        why = trouble.first_line if trouble else f"The run's authority ({self._client.host}) is being asked."
+        return f"This machine's access token has ended, so the others admit it no longer. {why} It goes on asking."
 
     def report_conviction(self, evidence: str, votes: int, token: bytes) -> str:
         """A monitor's: that so many accounts convict somebody, by this JSON of auth.evidence.Evidence.
@@ -219,6 +270,13 @@ class Authorizer:
         if answer.get("pardons") is None:
             return {}
         return read_pardons(base64.b64decode(answer["pardons"], validate=True), self._trust, version, self._clock())
+
+
+def _pause(failures: int, refused: AuthorityRefused | None) -> float:
+    """s until the next question, after so many before the last that were in vain."""
+    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 10))
+    asked_for = refused.retry_after if refused is not None else None
+    return max(pause, min(asked_for or 0.0, LONGEST_ASKED))
 
 
 def _unbelievable(reason: str) -> AuthorityRefused:

@@ -72,12 +72,20 @@ class Session:
 
     :param on_broken: called with the reason when one of this peer's processes has died, in a thread of its own while
         the loop may wait for an answer that never comes; it should end the program
+    :param leave: set when the volunteer leaves, who may be waiting for an authority that is away
 
-    Raises RunError, DataError, SwarmError, MissingDependency, each with what to do.
+    Raises Left, RunError, DataError, SwarmError, MissingDependency, each with what to do.
     """
 
-    def __init__(self, spec: WorkerSpec, emit: Emit, on_broken: Callable[[str], None]):
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        emit: Emit,
+        on_broken: Callable[[str], None],
+        leave: threading.Event | None = None,
+    ):
         self.spec, self.emit, self._on_broken = spec, emit, on_broken
+        self._leave = leave or threading.Event()
         self.home = Home(spec.home) if spec.home else None
         self.trainer: Trainer | None = None
         self.lookout: Lookout | None = None
@@ -110,8 +118,10 @@ class Session:
         identity_path = spec.identity_path or (str(self.home.identity) if self.home else None)
         if identity_path:
             ensure_identity(identity_path, lambda text: self.emit("warning", kind="identity", message=text))
-        self.membership = Membership(run, identity_path, spec.hf_token)
-        self.membership.ask()
+        self.membership = Membership(run, identity_path, spec.hf_token, self._tell_trouble)
+        self.membership.ask(self._leave, self._tell_waiting)
+        if self._leave.is_set():
+            raise Left
         self.peer = start_peer(
             PeerConfig(
                 initial_peers=list(dict.fromkeys([*spec.initial_peers, *known])),
@@ -148,7 +158,14 @@ class Session:
             self.among = Among(self)
         if run.verification is not None:
             self.verification = Verification(self, groups)
+        self.optimizer.reach.ask_cause = self.membership.why_no_token
         self.optimizer.on_round = lambda num_peers: self.emit("averaging", num_peers=num_peers)
+
+    def _tell_waiting(self, reason: str, seconds: float) -> None:
+        self.emit("waiting", reason=reason, seconds=round(seconds))
+
+    def _tell_trouble(self, text: str) -> None:
+        self.emit("warning", kind="authority", message=text)
 
     def _check_same_run(self) -> None:
         others = [record for peer, record in self.board.fetch().items() if peer != self.peer.peer_id]
@@ -230,7 +247,7 @@ class Session:
             if self.membership.refused.is_set():
                 raise SentAway(self.membership.why)
             if self.lookout.must_dial_anew and not orders.leave.is_set():
-                raise SwarmError(self.optimizer.cut_off or "The line was dead.", kind="dead_peers")
+                raise SwarmError(self.lookout.why_anew or "The line was dead.", kind="dead_peers")
             stops_early = orders.leave.is_set() or tell.wants_renewal
             if not stops_early:
                 self._reach(orders.finish_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import traceback
@@ -29,12 +30,13 @@ GROWTH, SLACK_GB = 1.5, 0.5  # times what it was when it had settled, and this m
 class Lookout:
     """A thread of its own: the others' records can take seconds to come. Begins with the download of the state.
 
-    `must_dial_anew`: the line is dead, and has been for so long that the peer may not find back by itself.
+    `must_dial_anew`: the line is dead, and has been for so long that the peer may not find back by itself; or its
+    records were dated by a wrong clock, which is right again. `why_anew`: which of these, in words.
     `why_renew`: the reason why the process should begin afresh between two global steps, "" while there is none.
     """
 
     def __init__(self, session: Session):
-        self.why_renew, self.must_dial_anew = "", False
+        self.why_renew, self.why_anew, self.must_dial_anew = "", "", False
         self._session = session
         self._trains_since: float | None = None  # before, its memory says nothing about training
         self._swarm_at = self._memory_at = float("-inf")
@@ -87,11 +89,13 @@ class Lookout:
 
     def _look_at_the_line(self) -> None:
         emit, optimizer = self._session.emit, self._session.optimizer
-        if self._session.trainer is not None and optimizer.cut_off_for > GIVE_UP_AFTER:
-            self.must_dial_anew = True
-        reason, before = optimizer.cut_off, self._cut_off
+        reason, before, reach = optimizer.cut_off, self._cut_off, optimizer.reach
+        if self._session.trainer is not None and not self.must_dial_anew:
+            is_long = optimizer.cut_off_for > GIVE_UP_AFTER and not reach.waits_for_itself
+            self.why_anew = reach.why_afresh or ((reason or "") if is_long else "")
+            self.must_dial_anew = bool(reach.why_afresh) or is_long
         self._cut_off = reason
-        if reason and not before:
+        if reason and (not before or _kind(reason) != _kind(before)):
             emit("cut_off", reason=reason)
         elif before and not reason:
             emit("back")
@@ -145,6 +149,11 @@ class Lookout:
             self.why_renew = (
                 f"The worker holds {held:.1f} GB of memory by now; it begins afresh after this step. Nothing is lost."
             )
+
+
+def _kind(reason: str) -> str:
+    """A cause without its numbers: a time that goes on is no news."""
+    return re.sub(r"\d+", "", reason)
 
 
 def should_renew(held: float, settled: float | None, machine, age: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from volunteer_kit.auth.access_token import BanList, Trust
@@ -23,10 +24,18 @@ class Membership:
     """Of one worker. In a run without an authority there is nothing to ask, and everybody is admitted.
 
     :param identity_path: the peer's key, made if it is missing; None: one for this stay only
+    :param on_trouble: gets words for the screen when the authority gives no new token for a while
     :ivar refused: set when the authority will have us no longer; `why` says so in words
     """
 
-    def __init__(self, run: RunConfig, identity_path: str | None, hf_token: str | None):
+    def __init__(
+        self,
+        run: RunConfig,
+        identity_path: str | None,
+        hf_token: str | None,
+        on_trouble: Callable[[str], None] = lambda text: None,
+    ):
+        self._on_trouble = on_trouble
         self.refused, self.why = threading.Event(), ""
         self._scratch = tempfile.TemporaryDirectory(prefix="volunteer-kit-") if identity_path is None else None
         self.identity_path = identity_path or str(Path(self._scratch.name) / "identity.key")
@@ -45,13 +54,28 @@ class Membership:
             raise LoginError("wrong", f"{what}\n{LOGIN_STEPS}")
         key = ensure_identity(self.identity_path)
         return Authorizer(
-            run.authority.url, trust, run.run_id, key, hf_token, on_token=self._take, on_refused=self._lose
-        )
+            run.authority.url, trust, run.run_id, key, hf_token,
+            on_token=self._take, on_refused=self._lose, on_trouble=self._on_trouble,
+        )  # fmt: skip
 
-    def ask(self) -> None:
-        """Before the peer is started. Raises AuthorityRefused, a LoginError, with the reason."""
+    def ask(
+        self,
+        leave: threading.Event | None = None,
+        on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
+    ) -> None:
+        """Before the peer is started. Waits for an authority that is away. Raises AuthorityRefused, a LoginError, with
+        the reason.
+
+        :param leave: ends the waiting without a token
+        :param on_wait: told what it waits for, and how long until it asks again, s
+        """
         if self._authorizer is not None:
-            self._authorizer.join()
+            leave = leave or threading.Event()
+            self._authorizer.join_patiently(leave, lambda refused, pause: on_wait(refused.first_line, pause))
+
+    def why_no_token(self) -> str | None:
+        """As Authorizer's; None in a run without an authority."""
+        return self._authorizer.why_no_token() if self._authorizer is not None else None
 
     def keep(self, peer: Peer) -> None:
         """Once the peer is up, until close()."""

@@ -12,7 +12,7 @@ import ipaddress
 import random
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,10 +22,12 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import dht_pb2, p2pd_pb2
+from hivemind.utils import get_dht_time
 from hivemind.utils.logging import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
 from volunteer_kit.swarm.admission import NotAdmitted
+from volunteer_kit.swarm.clock_watch import ClockWatch
 
 logger = get_logger(__name__)
 PERIOD, PERIOD_SILENT = 5.0, 2.0  # s between looks: while somebody answers, and while nobody does
@@ -43,12 +45,14 @@ NOBODY = "Nobody in the swarm answers, neither its first peers nor any other: is
 @dataclass
 class Look:
     """What one look found. `answered`: a peer did; `refused`: a machine did whose peer is gone, so our line works;
-    `silent`: addresses where nothing did; `known`: addresses of peers that are here now."""
+    `silent`: addresses where nothing did; `known`: addresses of peers that are here now; `offset`: s that the clock of
+    one of them is ahead of ours, None if none told its time."""
 
     answered: bool = False
     refused: bool = False
     silent: list[str] = field(default_factory=list)
     known: list[str] = field(default_factory=list)
+    offset: float | None = None
 
 
 class Reach:
@@ -56,14 +60,19 @@ class Reach:
 
     :param dht: a running DHT; its initial_peers are dialled again after an outage
     :param alone_after: s of silence after which whoever was told of others takes them for gone; None: never
+    :param clock: this machine's
+    :ivar ask_cause: why others will not have us, if that lies with us (our access token has ended), in words
     """
 
-    def __init__(self, dht: DHT, alone_after: float | None = None):
+    def __init__(self, dht: DHT, alone_after: float | None = None, clock: ClockWatch | None = None):
+        self.ask_cause: Callable[[], str | None] = lambda: None
+        self._clock = clock or ClockWatch()
         self._dht, self._alone_after = dht, alone_after
         self._first = tuple(str(maddr) for maddr in dht.initial_peers or ())
         self._known: dict[str, None] = {}  # addresses of peers met, the latest last
         self._met = bool(self._first)  # anybody, ever: start_peer fails unless one of the first peers answers
         self._answered_at = time.monotonic() if self._first else float("-inf")
+        self._believed_at = self._clock.running()  # as _answered_at; a sleep counts
         self._looked_at = float("-inf")
         self._silent_looks = 0  # in a row
         self._may_be_alone = not self._first
@@ -78,14 +87,42 @@ class Reach:
         Who was told of others needs one of them to say so. The first peer of a swarm needs nobody before it has met
         others; afterwards it stays alone when a machine of one that it met refuses its call: so its own line works.
         """
-        if time.monotonic() - self._answered_at > LATELY:
+        wrong = self._clock.look()
+        age = max(time.monotonic() - self._answered_at, self._clock.running() - self._believed_at)
+        if wrong or age > LATELY:
             self._look(not_before=time.monotonic())
-        return self._silent_looks == 0 or self._may_be_alone
+        return (self._silent_looks == 0 and not self._wrong_clock) or self._may_be_alone
 
     @property
     def cut_off(self) -> str | None:
         """Why we are out of the swarm's reach, in words; None if we are not, or nobody is there to be reached."""
-        return NOBODY if self._silent_looks >= 2 and not self._may_be_alone else None
+        if self._may_be_alone:
+            return None
+        if wrong := self._wrong_clock:
+            return wrong
+        if self._silent_looks < 2:
+            return None
+        return self.local_cause or NOBODY
+
+    @property
+    def local_cause(self) -> str | None:
+        """Why nobody answers, in words, where the cause is this machine's; looked for before the line is blamed."""
+        return self._wrong_clock or self.ask_cause() or self._clock.woke
+
+    @property
+    def waits_for_itself(self) -> bool:
+        """Is it cut off for what a new start would not mend: a wrong clock, or an authority that gives no token?"""
+        return self._wrong_clock is not None or self.ask_cause() is not None
+
+    @property
+    def why_afresh(self) -> str:
+        """Why the process should begin afresh now, in words; "" while there is no reason."""
+        return self._clock.why_afresh if self._met else ""
+
+    @property
+    def _wrong_clock(self) -> str | None:
+        """In words; whoever has met nobody needs no right clock."""
+        return self._clock.look() if self._met else None
 
     @property
     def cut_off_for(self) -> float:
@@ -137,13 +174,18 @@ class Reach:
         if found.answered:
             self._met, self._silent_looks = True, 0
             self._answered_at = began  # as of when it was asked
+            self._believed_at = self._clock.running() - (time.monotonic() - began)
+            if found.offset is not None:
+                self._clock.look()
+                self._clock.heard(found.offset)
         else:
             self._silent_looks += 1
-        there = could_look and (found.refused or not found.silent)
+        there = could_look and (found.refused or not found.silent) and not self.waits_for_itself
         gone = self._alone_after is not None and self._looked_at - self._answered_at > self._alone_after
+        gone = gone and not self.waits_for_itself
         self._may_be_alone = not found.answered and (gone or not self._first and (there or not self._met))
-        if self._silent_looks == 2 and self.cut_off:
-            logger.warning(f"{NOBODY} Silent: {', '.join(found.silent)}")
+        if self._silent_looks == 2 and (why := self.cut_off):
+            logger.warning(f"{why} Silent: {', '.join(found.silent)}")
         known = {address: None for address in self._known if address not in found.known}
         known.update(dict.fromkeys(found.known))
         self._known = dict.fromkeys(list(known)[-MAX_KNOWN:])
@@ -159,9 +201,11 @@ async def look_around(dht: DHT, node: DHTNode, addresses: Sequence[str], hang_up
     """
     connected = [info.peer_id for info in await node.p2p.list_peers()]
     asked = random.sample(connected, min(ASKED_AT_ONCE, len(connected)))
-    if await _first_true(answers(node, peer) for peer in asked):
+    offsets: list[float] = []
+    if await _first_true(answers(node, peer, offsets) for peer in asked):
         await _remember_somebody(node, connected, addresses)
-        return Look(answered=True, known=await _dialable(node, connected))
+        known = await _dialable(node, connected)
+        return Look(answered=True, known=known, offset=sorted(offsets)[len(offsets) // 2] if offsets else None)
     tried = random.sample(addresses[DIALLED_AT_ONCE // 2 :], min(DIALLED_AT_ONCE // 2, max(0, len(addresses) - 4)))
     tried = [*addresses[: DIALLED_AT_ONCE // 2], *tried]
     ends = dict(zip(tried, await asyncio.gather(*(_dial(node, address, hang_up) for address in tried)), strict=True))
@@ -201,11 +245,17 @@ async def does_any_answer(dht: DHT, node: DHTNode, peers: Sequence[PeerID]) -> b
     return any(await asyncio.gather(*(answers(node, peer) for peer in peers)))
 
 
-async def answers(node: DHTNode, peer: PeerID) -> bool:
-    """Does it say anything, if only that it takes no calls (client mode)?"""
+async def answers(node: DHTNode, peer: PeerID, offsets: list[float] | None = None) -> bool:
+    """Does it say anything, if only that it takes no calls (client mode)?
+
+    :param offsets: gets how far its clock is ahead of ours, s, if it tells its time
+    """
     request = dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
     try:
-        await asyncio.wait_for(node.protocol.get_stub(peer).rpc_ping(request), ANSWER_WITHIN)
+        asked = get_dht_time()
+        said = await asyncio.wait_for(node.protocol.get_stub(peer).rpc_ping(request), ANSWER_WITHIN)
+        if offsets is not None and said.dht_time:
+            offsets.append(said.dht_time - (asked + get_dht_time()) / 2)
     except P2PHandlerError as e:  # one that lets us in no longer, or that we do not, is nobody of our swarm
         return not isinstance(e, NotAdmitted) and NotAdmitted.__name__ not in str(e)
     except P2PDaemonError as e:

@@ -74,6 +74,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "starting": ("pid", "name"),
     "device": ("device", "batch_size", "precision", "threads", "why"),
     "plan": ("batch_size", "checkpointing", "why"),  # the tuner has settled, or had to think again
+    "waiting": ("reason", "seconds"),  # for what passes by itself, before it can connect; it asks again in so long
     "connected": ("peer_id", "maddrs", "client_mode"),
     "downloading": ("done", "total"),  # bytes of the training state
     "state_loaded": ("epoch", "source"),  # source: "peers" | "checkpoint" | "new"

@@ -1,0 +1,191 @@
+"""Causes of one's own are told first: a clock that jumps, a machine that slept, a token that has ended."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.local_swarm import local_swarm
+from volunteer_kit.swarm.clock_watch import ClockWatch, in_words
+from volunteer_kit.swarm.reach import NOBODY, Look, Reach
+
+HOUR, DAY = 3600.0, 86_400.0
+ADDRESS = "/ip4/10.0.0.1/tcp/1/p2p/A"
+
+
+class Clocks:
+    """The three clocks of a machine, set by a test."""
+
+    def __init__(self) -> None:
+        self.wall, self.running, self.awake = 1.8e9, 5000.0, 4000.0
+
+    def watch(self) -> ClockWatch:
+        return ClockWatch(lambda: self.wall, lambda: self.running, lambda: self.awake)
+
+    def go(self, seconds: float) -> None:
+        self.wall, self.running, self.awake = self.wall + seconds, self.running + seconds, self.awake + seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.wall, self.running = self.wall + seconds, self.running + seconds
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+@pytest.mark.parametrize(
+    ("jump", "words"),
+    [
+        (HOUR, "jumped forward by 1 h"),
+        (-HOUR, "jumped back by 1 h"),
+        (DAY, "jumped forward by 1 d"),
+        (-5.0, "jumped back by 5 s"),
+        (2.0, None),  # hivemind allows three
+        (0.0, None),
+    ],
+)
+def test_a_jump_is_told_with_its_size_and_way_out(clocks, jump, words):
+    watch = clocks.watch()
+    clocks.go(100.0)
+    clocks.wall += jump
+    told = watch.look()
+    assert (told is None) is (words is None) and watch.woke is None
+    if words:
+        assert words in told and "sudo timedatectl set-ntp true" in told and " UTC" in told
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_wrong", "afresh"),
+    [
+        ([("jump", HOUR), ("go", 5.0), ("jump", -HOUR)], False, False),  # so short that nobody has seen it
+        ([("jump", HOUR), ("go", 90.0), ("jump", -HOUR)], False, True),  # what it has dated meanwhile stays
+        ([("jump", HOUR), ("heard", -HOUR), ("go", 5.0), ("jump", -HOUR)], False, True),  # and others were asked
+        ([("jump", HOUR), ("heard", -HOUR), ("go", 90.0)], True, False),
+        ([("jump", HOUR), ("heard", 0.4)], False, False),  # the jump made it right
+        ([("jump", HOUR), ("heard", 0.4), ("go", 90.0), ("jump", -HOUR)], True, False),
+        ([("heard", -HOUR)], False, False),  # it did not jump: a stranger says anything
+        ([("sleep", HOUR)], False, False),
+    ],
+)
+def test_when_it_is_wrong_and_when_the_worker_begins_afresh(clocks, steps, is_wrong, afresh):
+    watch = clocks.watch()
+    for what, seconds in steps:
+        if what == "jump":
+            clocks.wall += seconds
+        elif what == "heard":
+            watch.heard(seconds)
+        else:
+            getattr(clocks, what)(seconds)
+        told = watch.look()
+    assert (told is not None) is is_wrong and bool(watch.why_afresh) is afresh
+
+
+def test_a_sleep_is_told_for_a_minute_and_is_no_jump(clocks):
+    watch = clocks.watch()
+    clocks.sleep(HOUR)
+    assert watch.look() is None and "slept for 1 h" in watch.woke
+    clocks.go(61.0)
+    assert watch.look() is None and watch.woke is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(12, "12 s"), (300, "5 min"), (HOUR, "1 h"), (5400, "1 h 30 min"), (DAY, "1 d"), (2 * DAY + 60, "48 h 1 min")],
+)
+def test_durations(seconds, words):
+    assert in_words(seconds) == words
+
+
+class NoDht:
+    """Answers as it is told, the last one again and again."""
+
+    def __init__(self, initial_peers, *looks: Look):
+        self.initial_peers, self.looks = initial_peers, list(looks)
+
+    def run_coroutine(self, coro, return_future):
+        return self
+
+    def result(self, timeout):
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+
+SILENT, REFUSED = Look(silent=[ADDRESS]), Look(refused=True, silent=[])
+TOKEN = "This machine's access token has ended."
+
+
+@pytest.mark.parametrize(
+    ("first", "look", "happens", "words"),
+    [
+        ([ADDRESS], SILENT, None, NOBODY),  # no cause of its own: then it is the line
+        ([ADDRESS], SILENT, "jump", "jumped forward by 1 h"),
+        ([ADDRESS], SILENT, "sleep", "slept for 1 h"),
+        ([ADDRESS], SILENT, "token", TOKEN),
+        ([ADDRESS], Look(answered=True, offset=-HOUR), "jump", "jumped forward by 1 h"),  # they ping, and refuse
+        ([ADDRESS], Look(answered=True, offset=0.1), "jump", None),  # all jumped, or it was wrong before
+        ([], REFUSED, "jump", "jumped forward by 1 h"),  # who began the swarm does not go on alone by that either
+        ([], REFUSED, "token", TOKEN),
+        ([], REFUSED, None, None),  # the others have gone
+    ],
+)
+def test_a_cause_of_ones_own_is_told_before_the_line_and_nothing_is_stepped(
+    clocks, monkeypatch, first, look, happens, words
+):
+    for period in ("PERIOD", "PERIOD_SILENT"):
+        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
+    reach = Reach(NoDht(first, Look(answered=True, offset=0.0), look), clock=clocks.watch())
+    try:
+        reach._look(not_before=time.monotonic())
+        assert reach.may_go_alone(), "all is well, and somebody answers"
+        if happens == "jump":
+            clocks.wall += HOUR
+        elif happens == "sleep":
+            clocks.sleep(HOUR)
+        elif happens == "token":
+            reach.ask_cause = lambda: TOKEN
+        may = [reach._look(not_before=time.monotonic()) or reach.may_go_alone() for _ in range(3)]
+        assert words in reach.cut_off if words else reach.cut_off is None
+        assert may == [words is None] * 3
+        assert reach.waits_for_itself is (happens in ("jump", "token") and words is not None)
+    finally:
+        reach.close()
+
+
+def test_after_a_sleep_an_answer_from_before_is_not_believed(clocks, monkeypatch):
+    """The monotonic clock stood still, so that an hour's old answer looks a moment old."""
+    for period in ("PERIOD", "PERIOD_SILENT"):
+        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
+    dht = NoDht([ADDRESS], SILENT)
+    reach = Reach(dht, clock=clocks.watch())
+    try:
+        reach._take(Look(answered=True), time.monotonic())
+        assert reach.may_go_alone()
+        clocks.sleep(HOUR)
+        assert not reach.may_go_alone()
+    finally:
+        reach.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jump", [HOUR, -HOUR, DAY], ids=["forward", "back", "a day"])
+def test_a_peer_whose_clock_jumps_says_so_takes_no_step_and_goes_on(tmp_path, jump):
+    """Three real peers; the clock of one jumps and comes right again."""
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(clock=True) for _ in range(3)]
+        for peer in peers:
+            peer.wait_epoch(2, group_size=3)
+        lost = peers[2]
+        lost.ask(set_clock=jump)
+        cut = lost.wait_event("cut_off")
+        assert "clock has jumped" in cut["why"]
+        others = max(e["epoch"] for e in peers[0].said() if e["event"] == "epoch")
+        peers[0].wait_epoch(others + 3, group_size=2)
+        lost.ask(set_clock=0.0)
+        back = lost.wait_event("back")
+        met = lost.wait_epoch(back["epoch"] + 2, group_size=3)
+        alone = [
+            e for e in lost.said()
+            if e["event"] == "epoch" and cut["epoch"] + 1 < e["epoch"] < met["epoch"] and e["group_size"] == 1
+        ]  # fmt: skip
+        assert not alone, lost.story()
