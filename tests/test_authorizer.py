@@ -22,6 +22,7 @@ from volunteer_kit.auth.access_token import KeyFolder, Trust, peer_id_of_key, re
 from volunteer_kit.auth.authority_client import AuthorityRefused
 from volunteer_kit.auth.authorizer import Authorizer
 from volunteer_kit.auth.identity import LoginError
+from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.auth.proof import public_text
 from volunteer_kit.swarm.peer import free_port
 
@@ -253,6 +254,84 @@ def test_whatever_a_server_answers_is_told_in_words(authority, volunteer, liar, 
     assert (error.kind, error.is_final) == (kind, is_final) and "\x1b" not in str(error) and ANNA not in str(error)
     assert len(liar.seen) == 1, "no redirect is followed with a login in hand"
     assert error.retry_after == (7.0 if "7" in answer[1].values() else None)
+
+
+def test_a_first_join_waits_for_what_passes_as_long_as_it_is_asked_to(authority, volunteer, liar):
+    """503, 429 and silence, each told with how long it waits, and then a real authority answers."""
+    port, waits, told = free_port(), [], []
+    answers = [(429, {"Retry-After": "45"}, b""), (503, {"Retry-After": "99999"}, b""), (503, {}, b"")]
+    liar.answer = (503, {}, said("down"))
+    anna = volunteer(liar.url)
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        if answers:
+            liar.answer = answers.pop(0)
+        return False
+
+    def join() -> Any:
+        if len(waits) < 4:
+            return anna.authorizer.join()
+        with served(authority, port) as url:
+            return volunteer(url).authorizer.join()
+
+    token = ask_patiently(join, lambda trouble, pause: told.append((trouble.first_line, pause)), wait)
+    assert token.username == "anna" and waits == [2.0, 45.0, 300.0, 16.0]
+    assert [pause for _, pause in told] == waits and "asked too often" in told[1][0] and "HTTP 503" in told[2][0]
+
+
+@pytest.mark.parametrize("kind", ["banned", "organization", "clock"])
+def test_what_does_not_pass_is_not_waited_for(authority, volunteer, liar, kind):
+    liar.answer = (403, {"Retry-After": "7"}, said(kind))
+    with pytest.raises(AuthorityRefused):
+        ask_patiently(volunteer(liar.url).authorizer.join, lambda *told: None, pytest.fail)
+
+
+def test_patience_ends_and_so_does_the_waiting_of_who_leaves(authority, volunteer, liar):
+    liar.answer = (503, {}, b"")
+    waits: list[float] = []
+    join = volunteer(liar.url).authorizer.join
+    with pytest.raises(AuthorityRefused) as caught:
+        ask_patiently(join, lambda *told: None, waits.append)
+    assert caught.value.kind == "away" and 600 < sum(waits) <= 900 and max(waits) == 60.0
+    leave = threading.Event()
+    leave.set()
+    assert ask_patiently(join, lambda *told: None, leave.wait) is None
+
+
+def test_an_authority_that_is_away_is_the_cause_once_the_token_has_ended(authority, volunteer):
+    told: queue.Queue[str] = queue.Queue()
+    ahead = [0.0]
+    port = free_port()
+    with served(authority, port) as url:
+        anna = volunteer(url, clock=lambda: time.time() + ahead[0], on_trouble=told.put)
+        anna.authorizer.join()
+    assert anna.authorizer.why_no_token() is None
+    anna.authorizer.start()
+    assert "does not answer" in told.get(timeout=SOON)
+    ahead[0] = LIFETIME
+    why = anna.authorizer.why_no_token()
+    assert "access token has ended" in why and "127.0.0.1" in why and "does not answer" in why
+    ahead[0] = 0.0
+    with served(authority, port):
+        anna.next_token(), anna.next_token()
+    assert anna.authorizer.why_no_token() is None and told.empty(), "once in a row of vain questions"
+
+
+def test_a_clock_that_goes_back_asks_for_a_token_that_the_others_believe(authority, volunteer, monkeypatch):
+    """The one in hand would last an hour, and no token may."""
+    monkeypatch.setattr(module, "LOOK_EVERY", 0.05)
+    behind = [0.0]
+    with served(authority) as url:
+        anna = volunteer(url, clock=lambda: time.time() - behind[0])
+        anna.authorizer.join()
+        anna.authorizer._due = float("inf")
+        anna.authorizer.start()
+        behind[0] = 3600.0
+        deadline = time.monotonic() + SOON
+        while anna.authorizer.trouble is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert anna.authorizer.trouble.kind == "clock" and not anna.authorizer.trouble.is_final and anna.refused.empty()
 
 
 def test_an_answer_without_end_is_not_read_to_the_end(authority, volunteer, liar, monkeypatch):

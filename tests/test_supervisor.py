@@ -251,6 +251,14 @@ def test_a_line_that_was_there_is_waited_for_as_long_as_it_takes(make):
     assert kinds(seen).count("restarting") == 5 and "Nobody could be reached" in seen[2]["message"]
 
 
+def test_an_outage_is_told_by_its_cause(make):
+    cause = "This machine's clock differs from the swarm's by more than 3 seconds.\n1. Set it"
+    supervisor = make({"met": True, "exit": 1}, {"error": cause, "kind": "clock", "exit": OFFLINE}, {"totals": [1]})
+    supervisor.start()
+    told = [event["message"] for event in until(supervisor, "epoch") if event["event"] == "restarting"]
+    assert told[1].startswith("This machine's clock differs from the swarm's by more than 3 seconds; the worker starts")
+
+
 def test_outages_are_no_crashes(make):
     outages = [{"met": True, "exit": OFFLINE}, *[{"exit": OFFLINE}] * 4]
     supervisor = make(*outages, {"exit": 1}, *outages, {"totals": [1]}, max_restarts=1)

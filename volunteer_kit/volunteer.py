@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from volunteer_kit import output, packages
 from volunteer_kit.auth.login import Identity, Login
+from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.companion import Companion, swarm_of_two
 from volunteer_kit.home import Home
 from volunteer_kit.process_group import sigterm_as_interrupt
@@ -255,7 +256,11 @@ def _welcome(surface: Surface, config, run: str | Path, token: str | None, **cap
 
     authority, login = config.authority, _login(config.authority)
     if login is not None:
-        login.find(token)
+        ask_patiently(
+            lambda: login.find(token),
+            lambda trouble, pause: surface.say(f"{trouble.first_line} It is asked again in {pause:.0f} s."),
+            time.sleep,
+        )
     terms = Terms(
         run=str(run),
         run_id=config.run_id,

@@ -27,8 +27,8 @@ class AuthorityRefused(LoginError):
     """
 
     def __init__(self, kind: str, message: str, retry_after: float | None = None, status: int = 0) -> None:
-        super().__init__(kind, message)  # type: ignore[arg-type]  # more kinds than the Hub's
-        self.retry_after, self._status = retry_after, status
+        super().__init__(kind, message, retry_after)  # type: ignore[arg-type]  # more kinds than the Hub's
+        self._status = status
 
     @property
     def is_final(self) -> bool:

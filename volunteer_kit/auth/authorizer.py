@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 import logging
 import random
 import threading
@@ -34,14 +33,12 @@ from volunteer_kit.auth.access_token import (
     read_token,
 )
 from volunteer_kit.auth.authority_client import AuthorityClient, AuthorityRefused
+from volunteer_kit.auth.patience import pause_after
 from volunteer_kit.auth.proof import convict_claim, join_claim, prove, public_text, refresh_claim
 
 FIRST_PAUSE = 2.0  # s after a question that nobody answered; then twice as long each time
 LONGEST_PAUSE = 60.0  # s
-PATIENCE = 900.0  # s that a first join waits for an authority that is away
-PASSING = ("away", "down", "limit")  # kinds of trouble that pass by themselves
 LOOK_EVERY = 30.0  # s between looks whether the machine was suspended
-LONGEST_ASKED = 300.0  # s that an authority may have us wait
 _log = logging.getLogger(__name__)
 
 
@@ -102,34 +99,6 @@ class Authorizer:
         body = self._body(join_claim(self._run_id, moment, self._hf_token), moment)
         answer = self._client.post("/v1/join", {**body, "hf_token": self._hf_token, "scope": self._scope})
         return self._take(answer)
-
-    def join_patiently(
-        self,
-        leave: threading.Event,
-        on_wait: Callable[[AuthorityRefused, float], None],
-        patience: float = PATIENCE,
-        wait: Callable[[float], bool] | None = None,
-    ) -> AccessToken | None:
-        """As join(), but what passes by itself (PASSING) is waited for, with growing pauses, as late as the authority
-        asks for within LONGEST_ASKED. Raises AuthorityRefused when it has not passed after `patience` s.
-
-        :param on_wait: called before each pause with the trouble and how long it is, s
-        :param wait: sleeps so long; True: `leave` was set meanwhile
-        :returns: None if `leave` was set
-        """
-        waited, wait = 0.0, wait or leave.wait
-        for attempt in itertools.count():
-            try:
-                return self.join()
-            except AuthorityRefused as refused:
-                pause = _pause(attempt, refused)
-                if refused.kind not in PASSING or waited + pause > patience:
-                    raise
-                on_wait(refused, pause)
-            waited += pause
-            if wait(pause):
-                return None
-        raise AssertionError
 
     def refresh(self) -> AccessToken:
         """A new token for the peer that has joined. Raises AuthorityRefused."""
@@ -213,7 +182,8 @@ class Authorizer:
             self.join()
 
     def _wait_longer(self, refused: AuthorityRefused | None) -> None:
-        pause = _pause(self._failures, refused)
+        asked_for = refused.retry_after if refused else None
+        pause = pause_after(self._failures, asked_for, FIRST_PAUSE, LONGEST_PAUSE)
         self._failures += 1
         self.trouble = refused or self.trouble
         if refused and self._failures == 1:
@@ -270,13 +240,6 @@ class Authorizer:
         if answer.get("pardons") is None:
             return {}
         return read_pardons(base64.b64decode(answer["pardons"], validate=True), self._trust, version, self._clock())
-
-
-def _pause(failures: int, refused: AuthorityRefused | None) -> float:
-    """s until the next question, after so many before the last that were in vain."""
-    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 10))
-    asked_for = refused.retry_after if refused is not None else None
-    return max(pause, min(asked_for or 0.0, LONGEST_ASKED))
 
 
 def _unbelievable(reason: str) -> AuthorityRefused:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from volunteer_kit.http_client import ask_loopback_directly, blamed_on_proxy
+from volunteer_kit.http_client import ask_loopback_directly, blamed_on_proxy, retry_after
 from volunteer_kit.packages import setup_command
 
 TOKEN_URL = "https://huggingface.co/settings/tokens/new?tokenType=fineGrained"
@@ -38,11 +38,14 @@ T = TypeVar("T")
 
 
 class LoginError(PermissionError):
-    """No login; str() says what happened and what to do. `kind` is for programs. Never has the token in it."""
+    """No login; str() says what happened and what to do. `kind` is for programs. Never has the token in it.
 
-    def __init__(self, kind: Kind, message: str) -> None:
+    `retry_after`: s that the Hub or the run's authority asks for before the next question; None: it named none.
+    """
+
+    def __init__(self, kind: Kind, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.retry_after = kind, retry_after
 
     @property
     def first_line(self) -> str:
@@ -151,7 +154,7 @@ def _ask(token: str) -> dict[str, Any] | LoginError:
     except HfHubHTTPError as error:
         response = error.response
         said = f"{response.headers.get('X-Error-Message', '')} {error.server_message or ''}".lower()
-        return _refusal(response.status_code, said)
+        return _refusal(response.status_code, said, retry_after(response.headers.get("Retry-After")))
     except Exception as error:
         if trouble := blamed_on_proxy(_endpoint(), error):
             return LoginError("network", f"{trouble}\n2. Run it again.")
@@ -171,13 +174,14 @@ def _no_network() -> LoginError:
     return LoginError("network", _steps(what, *steps))
 
 
-def _refusal(status: int, said: str) -> LoginError:
+def _refusal(status: int, said: str, wait: float | None = None) -> LoginError:
     if status == 429:
         steps = ("Wait five minutes, then run it again.",)
-        return LoginError("limit", _steps("The Hub has been asked for logins too often from here.", *steps))
+        return LoginError("limit", _steps("The Hub has been asked for logins too often from here.", *steps), wait)
     if status >= 500:
         steps = ("See https://status.huggingface.co", "Run it again in some minutes.")
-        return LoginError("down", _steps(f"The Hugging Face Hub has trouble of its own (error {status}).", *steps))
+        what = f"The Hugging Face Hub has trouble of its own (error {status})."
+        return LoginError("down", _steps(what, *steps), wait)
     if "expired" in said:
         return LoginError("expired", _steps("This token has expired.", *_TOKEN_STEPS))
     steps = ("Copy it again, whole; it may also have been deleted.", *_TOKEN_STEPS[:1])

@@ -46,6 +46,7 @@ class Login:
 
         Raises LoginError when no other token would do better now: no network, the Hub down, asked too often.
         """
+        self.notes.clear()
         for found in look(token):
             if found.token is None:
                 self.notes.append(f"{found.note}.")

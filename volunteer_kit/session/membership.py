@@ -11,6 +11,7 @@ from volunteer_kit.auth.access_token import BanList, Trust
 from volunteer_kit.auth.authority_client import AuthorityRefused
 from volunteer_kit.auth.authorizer import Authorizer
 from volunteer_kit.auth.identity import LoginError
+from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.runs import RunConfig
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.identity import ensure_identity
@@ -71,7 +72,7 @@ class Membership:
         """
         if self._authorizer is not None:
             leave = leave or threading.Event()
-            self._authorizer.join_patiently(leave, lambda refused, pause: on_wait(refused.first_line, pause))
+            ask_patiently(self._authorizer.join, lambda trouble, pause: on_wait(trouble.first_line, pause), leave.wait)
 
     def why_no_token(self) -> str | None:
         """As Authorizer's; None in a run without an authority."""
