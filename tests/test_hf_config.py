@@ -97,6 +97,7 @@ def test_what_has_no_use_is_said():
         ({"opt": {**OPT, "optimizer": 1}}, ["the Trainer makes it"]),
         ({"opt": {**OPT, "use_local_updates": True}}, ["cannot be had", "whole swarm"]),
         ({"opt": {**OPT, "auxiliary": True}}, ["cannot be had"]),
+        ({"opt": {**OPT, "reuse_grad_buffers": True}}, ["reuse_grad_buffers", "clears the gradients", "Leave it out"]),
         ({"opt": {**OPT, "grad_compression": "uniform9"}}, ["'uniform9'", "'uniform8'"]),
         ({"opt": {**OPT, "state_averaging_compression": "sparse"}}, ["a later round", "blockwise8"]),
         ({"opt": {**OPT, "grad_compression": 8}}, ["name one of"]),

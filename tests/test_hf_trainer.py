@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -72,6 +73,9 @@ CASES = {
         target=8, model=with_adapters, optim="paged_adamw_8bit", gradient_accumulation_steps=2, max_steps=6
     ),
     "frozen": dict(target=4, optimizers=all_parameters_though_some_are_frozen, fp16=True, max_steps=6),
+    "rows left over": dict(target=12, rows=26, gradient_accumulation_steps=3, num_train_epochs=2, weight_decay=0.1),
+    "rows dropped": dict(target=8, rows=15, gradient_accumulation_steps=2, num_train_epochs=2.5,
+                         dataloader_drop_last=True, per_device_eval_batch_size=2),
     "stopped": dict(
         target=4, optim="sgd", learning_rate=1e-9, max_steps=20, more=evaluated, eval_strategy="steps", eval_steps=2,
         save_strategy="best", metric_for_best_model="eval_loss", load_best_model_at_end=True,
@@ -125,10 +129,48 @@ def test_several_steps_of_a_peer_make_one_of_the_swarm(tmp_path):
     assert (entry["swarm_peers"], entry["group_size"], entry["own_samples"]) == (1, 1, 8 * 16)
 
 
-def test_an_incomplete_batch_waits_for_the_samples_that_a_step_needs(tmp_path):
-    """A plain Trainer steps by the 2 that are left at the end of a pass; in a swarm all steps have 4 or more."""
-    swarm = make(tmp_path, 4, rows=10, num_train_epochs=2)
-    assert swarm.train().global_step == math.ceil(2 * 10 / 4)
+def test_a_pass_of_several_steps_ends_with_the_samples_that_are_left(tmp_path):
+    """As a plain Trainer's whose batch is the swarm's: 12, 12 and 2 of 26."""
+    swarm = make(tmp_path, 12, rows=26, num_train_epochs=2)
+    assert swarm.train().global_step == 2 * 3
+    assert [e["own_samples"] for e in logged(swarm, "own_samples")] == [12, 24, 26, 38, 50, 52]
+
+
+def test_a_script_may_train_in_a_thread_and_with_a_default_type_of_its_own(tmp_path):
+    """As a web interface does; and as one that loads large models in 16 bits."""
+
+    def in_16_bits() -> torch.nn.Module:
+        return tiny_llama().to(torch.bfloat16)
+
+    swarm = make(tmp_path, 4, model=in_16_bits, max_steps=2, opt={"grad_compression": "sparse"})
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        thread = threading.Thread(target=swarm.train)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert swarm.state.global_step == 2
+    assert {p.dtype for p in swarm.model.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_of_16_bits_is_rounded_once_a_step_from_a_copy_of_32(tmp_path):
+    """A plain Trainer adds each step to the rounded model, and steps below its last bit are lost."""
+
+    def in_16_bits() -> torch.nn.Module:
+        return tiny_llama().to(torch.bfloat16)
+
+    settings = dict(model=in_16_bits, max_steps=8, optim="sgd", learning_rate=1e-3, max_grad_norm=0.0)
+    plain, swarm = both(tmp_path, 4, **settings)
+    exact = make(tmp_path / "exact", **{**settings, "model": lambda: in_16_bits().float()})
+    for trainer in (plain, swarm, exact):
+        trainer.train()
+
+    def away(trainer: Trainer) -> float:
+        pairs = zip(trainer.model.parameters(), exact.model.parameters(), strict=True)
+        return sum((a.float() - b).square().sum().item() for a, b in pairs)
+
+    assert differing(plain, swarm) and away(swarm) < away(plain)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])

@@ -59,5 +59,5 @@ class Lamb8bit(Lamb):
         state: dict[str, Any] = {"step": 0}
         for name, zero in codes.items():
             state[name] = torch.full(param.shape, zero, dtype=torch.uint8)
-            state[f"{name}_absmax"] = torch.zeros(blocks)
+            state[f"{name}_absmax"] = torch.zeros(blocks, dtype=torch.float32, device="cpu")
         return state

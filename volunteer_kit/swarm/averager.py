@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -134,6 +136,20 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         finally:
             self._learnt_patience.value = self._matchmaking.patience.seconds
 
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """hivemind takes Ctrl-C away from this process first, for those that it forks; it may do so in the main thread
+        only. A thread that forks holds the signal back until the fork ignores it (`run`)."""
+        if threading.current_thread() is threading.main_thread():
+            super().run_in_background(await_ready, timeout)
+            return
+        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
+        if await_ready:
+            self.wait_until_ready(timeout)
+
     def start(self) -> None:
         super().start()
         if isinstance(self.dht, LeanDHT):
@@ -154,6 +170,8 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
             self.lock_averaged_tensors.release()
 
     def run(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         end_with_parent()
         forget_inherited_tensors()
         hold_tasks(hivemind.averaging.averager)

@@ -14,7 +14,7 @@ import torch
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from hivemind.proto import runtime_pb2
 
-from volunteer_kit.swarm.codec_wire import INTEGERS, check_header
+from volunteer_kit.swarm.codec_wire import FLOAT32, INTEGERS, check_header
 from volunteer_kit.swarm.dense_codecs import BlockwiseCodec, Float16Codec, PlainCodec, UniformCodec
 from volunteer_kit.swarm.errors import SwarmError, brief
 from volunteer_kit.swarm.sparse_codec import SparseCodec
@@ -134,8 +134,8 @@ def install_codecs() -> None:
 
 def check_codecs() -> None:
     """Send numbers through every codec and back. Raises SwarmError when one loses more than it may."""
-    dense = torch.randn(3000, generator=torch.Generator().manual_seed(0)).clamp(-2.9, 2.9)
-    few = torch.where(dense.abs() > 2.5, 2.0 * dense.sign(), 0.0)  # of one magnitude: nothing of it is lost
+    dense = torch.randn(3000, generator=torch.Generator().manual_seed(0), **FLOAT32).clamp(-2.9, 2.9)
+    few = torch.where(dense.abs() > 2.5, 2.0 * dense.sign(), 0.0 * dense)  # of one magnitude: nothing of it is lost
     for name, codec in CODECS.items():
         values = few if name == "sparse" else dense
         try:

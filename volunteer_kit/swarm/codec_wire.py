@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from google.protobuf.message import Message
@@ -18,6 +19,8 @@ MAX_PLAIN_ELEMENTS = 2**40  # where each has its bytes in the message
 MAX_DIMENSIONS = 16  # of a tensor; a model's have up to 5
 MAX_AROUND = 512  # bytes of a message beside its buffer: 16 sizes, a type's name and four numbers need under 250
 FLOATS = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+# of what is made here and goes round: a script may have set another default type, or device
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 INTEGERS = {name: getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "int32", "int64")}
 
 

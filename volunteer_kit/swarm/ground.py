@@ -35,6 +35,7 @@ from volunteer_kit.swarm.acceptance import (
     reason_to_refuse_state,
 )
 from volunteer_kit.swarm.agreement import Told, fresh_sketch, sketch
+from volunteer_kit.swarm.codec_wire import FLOAT32
 from volunteer_kit.swarm.manifest import MANIFEST_EVERY
 from volunteer_kit.swarm.transfer import StateRefused, StateTransfer
 
@@ -168,7 +169,7 @@ class GroundedState(StateTransfer):
         norms = [torch.linalg.vector_norm(p, dtype=torch.float64).item() for p in ground.parameters]
         ours, theirs = bound(ground.parameters, since, ground.epoch), bound(ground.parameters, since, epoch)
         # where all was zero then, as biases are at first, each of us has taken his own first step
-        zeros = [torch.zeros(()).expand(p.shape) for p in ground.parameters]
+        zeros = [torch.zeros((), **FLOAT32).expand(p.shape) for p in ground.parameters]
         own_first, their_first = bound(zeros, since, ground.epoch), bound(zeros, since, epoch)
         far = [both_ways(*of_one) for of_one in zip(norms, ours, theirs, strict=True)]
         return [

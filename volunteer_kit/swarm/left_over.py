@@ -23,6 +23,7 @@ from hivemind.utils.logging import get_logger
 
 from volunteer_kit.storage import DamagedFile, read_json, write_whole
 from volunteer_kit.swarm.codec import decode
+from volunteer_kit.swarm.codec_wire import FLOAT32
 
 logger = get_logger(__name__)
 MAX_AGE = 3600.0  # s; what is left over of a model that others have trained for longer is no help to it
@@ -58,7 +59,7 @@ class LeftOver:
         self._at = time.time()  # of the last round
         both = None if path is None else self._map(numel)
         # (N,) values times weight; (N,) means
-        self.unsent, self.unanswered = torch.zeros(2, numel) if both is None else both
+        self.unsent, self.unanswered = torch.zeros(2, numel, **FLOAT32) if both is None else both
 
     def _map(self, numel: int) -> torch.Tensor | None:
         """(2, N) in the file; None, and no file from now on, if there can be none. Its place on the disk is taken at
@@ -70,7 +71,7 @@ class LeftOver:
             if numel and hasattr(os, "posix_fallocate"):  # macOS has none
                 with self._path.open("ab") as file:
                     os.posix_fallocate(file.fileno(), 0, 8 * numel)
-            return torch.from_file(str(self._path), shared=True, size=2 * numel).view(2, numel)
+            return torch.from_file(str(self._path), shared=True, size=2 * numel, **FLOAT32).view(2, numel)
         except (OSError, RuntimeError) as error:
             logger.warning(f"What is left over of rounds is kept in memory, and lost with this process: {error}")
             with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ from hivemind.utils.asyncio import enter_asynchronously
 from hivemind.utils.logging import get_logger
 
 from volunteer_kit.swarm.agreement import Told, read_told
-from volunteer_kit.swarm.codec_wire import check_header
+from volunteer_kit.swarm.codec_wire import FLOAT32, check_header
 from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.held_parts import read_values
 from volunteer_kit.swarm.lost_answers import DIGEST_SIZE, AnswersKept, Asking, GivenAnswers, parts_of
@@ -212,7 +212,8 @@ class RoundsLogged(AnswersKept):
         reducers = (reducer for reducer, count in enumerate(counts) for _ in range(count))  # of these
         given = GivenAnswers((self.peer_id,) * len(sizes), NOT_OURS, sizes, patience=0.0)  # for who asks us
         firsts = list(accumulate(sizes, initial=0))
-        vector, hasher, places = torch.zeros(self.total_size), hashlib.blake2b(digest_size=DIGEST_SIZE), firsts[:-1]
+        vector, places = torch.zeros(self.total_size, **FLOAT32), firsts[:-1]
+        hasher = hashlib.blake2b(digest_size=DIGEST_SIZE)
         async with aclosing(parts_of(wanted, sources, PARTS_AT_ONCE)) as answers:
             async for message in answers:
                 reducer = next(reducers)

@@ -67,12 +67,14 @@ class SwarmOptimizer(MeetingOptimizer):
         grad_scale: float = 1.0,
         names: Sequence[Hashable] = (),
         weight: float | None = None,
+        ends_pass: bool = False,
     ) -> bool:
         """Count the gradients in .grad, the mean over `batch_size` samples of these `names`, times `grad_scale`; when
         the swarm has target_batch_size samples, average and take the global step. :returns: False if they were not
         finite.
 
         :param weight: what they are the mean over, if not over samples; at most 1 a sample, or others take it for a lie
+        :param ends_pass: they are the last of a pass over our data: a peer that is alone steps with what it has
         """
         self._microbatch = {"grad_scale": grad_scale, "names": names, "weight": weight}
         self._taken, self.only_accumulated = True, True
@@ -90,7 +92,11 @@ class SwarmOptimizer(MeetingOptimizer):
             return True
         if self.state_averager.why_incomplete and self._replace_lost_statistics():
             return True
-        super().step(batch_size=batch_size)
+        self.tracker.ends_pass = ends_pass
+        try:
+            super().step(batch_size=batch_size)
+        finally:
+            self.tracker.ends_pass = False
         if self.verifies:
             self._note_model()
             self._work_off_duties()

@@ -88,7 +88,7 @@ class Peer:
 
 
 def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
-    """Start p2pd and a DHT node. Must run in the main thread. Raises SwarmError (dead_peers, port_taken, clock,
+    """Start p2pd and a DHT node, from any thread. Raises SwarmError (dead_peers, port_taken, clock,
     identity_taken, bad_address, shared_memory, startup, broken) within startup_timeout plus a few seconds.
 
     :param admission: who may take part, with this peer's own token in it already; None: everybody
@@ -290,7 +290,7 @@ def check_shared_memory() -> None:
     and the system bounds the length of a socket's path: under a batch system's long TMPDIR, hivemind's processes die
     without a word. Raises SwarmError (shared_memory)."""
     try:
-        torch.zeros(1).share_memory_()
+        torch.zeros(1, device="cpu").share_memory_()
     except RuntimeError as e:
         folder = tempfile.gettempdir()
         raise SwarmError(

@@ -21,6 +21,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.compression import CompressionInfo
 from hivemind.utils.math import orthogonalize_
 
+from volunteer_kit.swarm.codec_wire import FLOAT32
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.left_over import LeftOver
 from volunteer_kit.swarm.lost_answers import GivenAnswers
@@ -127,7 +128,7 @@ class PowerSGDAverager(SwarmGradientAverager):
             return self._qs
         digest = hashlib.blake2b(group_info.group_id, digest_size=7).digest()
         numbers = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        return [torch.randn(matrix[1], self._rank, generator=numbers) for matrix in self._matrices if matrix]
+        return [torch.randn(matrix[1], self._rank, generator=numbers, **FLOAT32) for matrix in self._matrices if matrix]
 
 
 def _project(matrices: Sequence[torch.Tensor], ps: Sequence[torch.Tensor]) -> list[torch.Tensor]:

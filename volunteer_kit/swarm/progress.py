@@ -92,6 +92,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
+        self.ends_pass = False  # the samples at hand are the last of our pass over our data; the optimizer sets it
         self._trained = -math.inf  # the last epoch that samples of ours are of
         self._looked_at = -math.inf  # time.monotonic(), while paused
         self._own_epoch = (0, time.monotonic())  # and since when
@@ -105,6 +106,12 @@ class SwarmProgressTracker(ProgressTracker):
         self._least_periods = report_period, self.min_refresh_period
         if start:
             self.start()
+
+    @property
+    def ready_to_update_epoch(self) -> bool:
+        """A peer that is alone also ends an epoch with its pass over the data, as a trainer without a swarm does."""
+        ends_here = self.ends_pass and self.global_progress.num_peers <= 1 and self.local_progress.samples_accumulated
+        return bool(ends_here) or super().ready_to_update_epoch
 
     def attend(self, epoch: int) -> None:
         """Be counted as a member, at this epoch, without samples."""

@@ -17,7 +17,7 @@ import torch
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from hivemind.proto import runtime_pb2
 
-from volunteer_kit.swarm.codec_wire import expect_bytes, header, shape_and_dtype
+from volunteer_kit.swarm.codec_wire import FLOAT32, expect_bytes, header, shape_and_dtype
 
 SPARSE = 18  # in the message's `compression`, beyond hivemind's own
 DENSITY = 1 / 80  # share of the values that travel
@@ -93,7 +93,7 @@ class SparseCodec(CompressionBase):
             raise ValueError(f"a value at {places[-1]} of {numel}")
         codes = _from_low_bits(codes, 2, count)
         magnitudes = np.where(codes & 1, np.float32(high), np.float32(low))
-        values = torch.zeros(numel)
+        values = torch.zeros(numel, **FLOAT32)
         values[torch.from_numpy(places)] = torch.from_numpy(np.where(codes & 2, -magnitudes, magnitudes))
         return values.to(dtype).reshape(shape)
 

@@ -59,8 +59,10 @@ WHY_NOT = {
     "auxiliary": "a Trainer trains",
     "extra_tensors": "only what is trained travels",
     "average_opt_statistics": "statistics are equal on all peers without it",
+    "reuse_grad_buffers": "a Trainer clears the gradients after each of its own steps, of which a step of the swarm "
+    "has several; the kit sums them in buffers of its own",
 }
-REFUSED = ("use_local_updates", "auxiliary", "extra_tensors", "average_opt_statistics")
+REFUSED = tuple(WHY_NOT)
 
 
 class Door(Protocol):

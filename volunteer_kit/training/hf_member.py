@@ -44,6 +44,7 @@ class Member:
     :param count: -> (samples, weight, names of the samples) of the gradients at hand
     :param epoch: the swarm's steps that are in the model already
     :param on_report: told of each of the swarm's steps that we took
+    :param ends_pass: -> are the samples at hand the last of a pass over our data?
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Member:
         epoch: int,
         schedule: str,
         on_report: Callable[[StepReport], None] = lambda report: None,
+        ends_pass: Callable[[], bool] = lambda: False,
     ):
         self.config, self.model, self._shown, self._scheduler, self._count = config, model, shown, scheduler, count
-        self._on_report = on_report
+        self._on_report, self._ends_pass = on_report, ends_pass
         require_sharable(shown, scheduler)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = {id(parameter): place for place, parameter in enumerate(parameters_of(shown))}
@@ -118,7 +120,7 @@ class Member:
             self.swarm = self._make_optimizer()
             if door is not None:
                 door.enter(self.swarm, self.board)
-            self.step = SwarmStep(self._shown, self.swarm, self._count)
+            self.step = SwarmStep(self._shown, self.swarm, self._count, self._ends_pass)
             self._adopt_schedule()
             self.board.publish(self._record(self.config.name))  # who is about to leave waits for us
             self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)

@@ -169,10 +169,17 @@ class SwarmStep(torch.optim.Optimizer):
 
     :param shown: the Trainer's own, whose groups these are
     :param count: -> (samples, weight, names of the samples) of the gradients at hand
+    :param ends_pass: -> are these samples the last of a pass over this peer's data?
     """
 
-    def __init__(self, shown: torch.optim.Optimizer, swarm: SwarmOptimizer, count: Count):
-        self.shown, self.swarm, self._count = shown, swarm, count
+    def __init__(
+        self,
+        shown: torch.optim.Optimizer,
+        swarm: SwarmOptimizer,
+        count: Count,
+        ends_pass: Callable[[], bool] = lambda: False,
+    ):
+        self.shown, self.swarm, self._count, self._ends_pass = shown, swarm, count, ends_pass
         self._lately: deque[tuple[int, float]] = deque(maxlen=LATELY)  # samples, s of the device
         self._left_at: float | None = None
         super().__init__([{"params": group["params"]} for group in shown.param_groups], dict(shown.defaults))
@@ -182,7 +189,7 @@ class SwarmStep(torch.optim.Optimizer):
         samples, weight, names = self._count()
         if self._left_at is not None:
             self._lately.append((samples, time.monotonic() - self._left_at))
-        self.swarm.step(batch_size=samples, weight=weight, names=names)
+        self.swarm.step(batch_size=samples, weight=weight, names=names, ends_pass=self._ends_pass())
         self._left_at = time.monotonic()
 
     @property

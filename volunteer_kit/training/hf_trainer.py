@@ -27,7 +27,7 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_pt_utils import find_batch_size
-    from transformers.trainer_utils import get_last_checkpoint
+    from transformers.trainer_utils import get_last_checkpoint, has_length
 except ImportError as e:
     lacks = packages.lacking("finetune", strict=True)
     told = packages.in_words(lacks, ["finetune"]) if lacks else f"SwarmTrainer cannot be used: {e}"
@@ -170,11 +170,20 @@ class SwarmCallback(TrainerCallback):
         callbacks.insert(1, self)  # after the one that decides what is due, before those who tell it
         _, own_steps, *values, max_steps = original(args, dataloader, *rest)
         if args.max_steps <= 0:
-            samples = self.trainer.num_examples(dataloader) * args.num_train_epochs
-            max_steps = max(1, math.ceil(samples / self.config.options.target_batch_size))
+            max_steps = max(1, math.ceil(args.num_train_epochs * self._steps_of_a_pass(args, dataloader, own_steps)))
         saved = {} if args.ignore_data_skip else self._saved
         self._data = OwnData(dataloader, own_steps, args.gradient_accumulation_steps, saved)
         return sys.maxsize, self._data.steps, *values, max_steps
+
+    def _steps_of_a_pass(self, args: TrainingArguments, dataloader: Any, own_steps: int) -> int:
+        """Of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size."""
+        size, target = self.trainer._train_batch_size, self.config.options.target_batch_size
+        if size * args.gradient_accumulation_steps == target:
+            return own_steps
+        rows = self.trainer.num_examples(dataloader)
+        if args.dataloader_drop_last:
+            rows = min(rows, len(dataloader) * size)
+        return math.ceil(rows / target)
 
     def _leave_out_what_is_frozen(self) -> None:
         """An optimizer that was passed in may hold the whole model: torch's skip what has no gradient, and in the swarm
@@ -196,6 +205,7 @@ class SwarmCallback(TrainerCallback):
             self.config, model, shown, trainer.lr_scheduler, lambda: self._at_hand,
             max_grad_norm=args.max_grad_norm, max_steps=state.max_steps, epoch=state.global_step,
             schedule=_word(args.lr_scheduler_type), on_report=self.on_report,
+            ends_pass=lambda: has_length(train_dataloader) and trainer.accelerator.gradient_state.end_of_dataloader,
         )  # fmt: skip
         member.start()
         self.member = member
