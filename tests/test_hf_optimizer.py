@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.training.hf_optimizer import Clip, Schedule, hand_over, moved, parameters_of
@@ -100,7 +101,6 @@ def test_the_gradient_is_clipped_in_the_models_order_and_measured():
 @pytest.mark.parametrize(
     ("name", "methods", "word"),
     [
-        ("LayerWiseDummyOptimizer", (), "computed"),
         ("AdaLomo", (), "computed"),
         ("ScheduleFree", ("eval",), "two models"),
     ],
@@ -112,6 +112,85 @@ def test_an_optimizer_that_cannot_wait_for_the_swarm_is_refused(name, methods, w
         require_sharable(kind(parameters(), lr=0.1), schedule)
     assert caught.value.kind == "bad_config" and name in str(caught.value)
     require_sharable(make("AdamW", parameters()), schedule)
+
+
+def test_a_layerwise_optimizer_is_refused_by_the_name_that_its_user_knows():
+    """It shows a tensor of its own in place of the model's parameters."""
+    optimizer = LayerWiseDummyOptimizer({}, lr=0.1)
+    with pytest.raises(SwarmError, match="layerwise.* steps while gradients are computed"):
+        require_sharable(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+
+
+class Keeping(torch.optim.SGD):
+    """With a state as others have."""
+
+    kept: dict = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] |= {"step": 1, **self.kept}
+
+
+class Projector:
+    pass
+
+
+class Grouped(torch.optim.SGD):
+    """Its groups count, as Prodigy's and schedule-free ones do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+class Closing(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "words"),
+    [
+        (Keeping, {"projector": Projector()}, "'projector', a Projector"),  # GaLore, APOLLO
+        (Keeping, {"Q": [torch.ones(2)]}, "'Q', a list"),  # SOAP, Shampoo
+        (Keeping, {"buffer": None}, "'buffer', a NoneType"),
+        (Keeping, {"shift": -1.0}, "'shift', a float"),
+        (Keeping, {"codes": torch.ones(2).as_subclass(OwnTensor)}, "'codes', a OwnTensor"),  # torchao
+        (Keeping, {"codes": torch.ones(2, dtype=torch.complex64)}, "complex64"),
+        (Grouped, {}, "parameter groups k, which each step changes"),
+    ],
+)
+def test_a_state_that_no_joiner_could_take_is_refused_at_the_start(kind, kept, words, monkeypatch):
+    monkeypatch.setattr(Keeping, "kept", kept)
+    optimizer = kind(parameters(), lr=0.1)
+    before = [p.detach().clone() for p in parameters_of(optimizer)]
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(SwarmError) as caught:
+        require_sharable(optimizer, schedule)
+    assert caught.value.kind == "bad_config" and words in str(caught.value), caught.value
+    assert kind.__name__ in str(caught.value) and "adamw_8bit" in str(caught.value)
+    assert not optimizer.state and all(map(torch.equal, before, parameters_of(optimizer)))
+    with pytest.raises(SwarmError, match=kind.__name__):
+        moved(optimizer, groups_like(optimizer), Clip(None, range(3)))
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", NAMES)
+def test_all_others_are_not_refused(name):
+    optimizer = make(name, parameters())
+    require_sharable(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+
+
+def test_one_that_asks_for_more_than_gradients_is_refused():
+    optimizer = Closing(parameters(), lr=0.1)
+    with pytest.raises(SwarmError, match="Closing takes no step by gradients alone"):
+        moved(optimizer, groups_like(optimizer), Clip(None, range(3)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -7,12 +7,14 @@ import math
 import time
 import types
 import warnings
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
+from volunteer_kit.swarm.codec_wire import FLOATS, INTEGERS
+from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 
 LATELY = 10  # steps of a device that its speed is measured over
@@ -50,22 +52,16 @@ def moved(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], cl
 
     It is copied, not made anew: nobody knows how an optimizer that was passed in had been made.
     """
-    new = object.__new__(type(optimizer))
-    new.__dict__.update(optimizer.__dict__)
     own = {id(old): p for old, p in zip(parameters_of(optimizer), _all(groups), strict=True)}
-    new.param_groups = [
-        {**group, "params": [own[id(p)] for p in group["params"]], **_on_the_cpu(group)}
-        for group in optimizer.param_groups
-    ]
-    new.defaults = dict(optimizer.defaults)
+    new = _copy_over(optimizer, [[own[id(p)] for p in group["params"]] for group in optimizer.param_groups])
     new._opt_called = True  # a joiner's schedule is stepped to its place first, and schedulers warn of it
-    new.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         new.state[own[id(parameter)]] = {name: _copied(value) for name, value in state.items()}
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):
             setattr(new, name, copy.copy(value))
-    _complete(new)
+    if problem := _complete(new):
+        raise SwarmError(_cannot_travel(new, problem), kind="bad_config")
 
     plain = type(optimizer).step
 
@@ -76,6 +72,38 @@ def moved(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], cl
     step._wrapped_by_lr_sched = True
     new.step = types.MethodType(step, new)
     return new
+
+
+def _copy_over(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.Tensor]]) -> torch.optim.Optimizer:
+    """The same over other parameters, so many for each group, without statistics."""
+    new = object.__new__(type(optimizer))
+    new.__dict__.update(optimizer.__dict__)
+    new.param_groups = [
+        {**group, "params": own, **_on_the_cpu(group)}
+        for group, own in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    new.defaults, new.state = dict(optimizer.defaults), defaultdict(dict)
+    return new
+
+
+def require_travelling_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises SwarmError (bad_config) if a step makes what no peer could take that joins later. Tried on copies of a few
+    parameters, before anybody is met; `moved` looks at all of them."""
+    chosen = []
+    for group in optimizer.param_groups:
+        by_shape = {p.ndim: p for p in sorted(group["params"], key=torch.Tensor.numel, reverse=True)}
+        few = [torch.zeros(p.shape, dtype=torch.float32, device="cpu") for p in by_shape.values()]
+        chosen.append([p.requires_grad_() for p in few])
+    trial = _copy_over(optimizer, chosen)
+    for name in vars(optimizer):
+        if name.endswith("_hooks"):
+            setattr(trial, name, OrderedDict())
+    try:
+        problem = _complete(trial)
+    except SwarmError:  # it may want all of them
+        return
+    if problem:
+        raise SwarmError(_cannot_travel(optimizer, problem), kind="bad_config")
 
 
 def _all(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -107,16 +135,20 @@ class _First(dict):
         super().__setitem__(name, value)
 
 
-def _complete(optimizer: torch.optim.Optimizer) -> None:
+def _complete(optimizer: torch.optim.Optimizer) -> str | None:
     """Make the statistics of parameters that have none: a joiner has to know its places before it takes a state.
 
     Optimizers make them in their first step, so one is taken, of zeros with zero gradients, and undone. Not all begin
     with zeros (NAdam, Rprop), and after that step they are no longer what they began with.
+
+    :returns: what of them could not be given to a joiner, in words
+    Raises SwarmError (bad_config) if it cannot step.
     """
     parameters = parameters_of(optimizer)
     kept = {p: state for p, state in optimizer.state.items() if state}
     if all(p in kept for p in parameters):
-        return
+        return _what_cannot_travel(optimizer)
+    settings = _settings(optimizer)
     optimizer.state = defaultdict(_First)
     values = [p.detach().clone() for p in parameters]
     for parameter in parameters:
@@ -124,12 +156,56 @@ def _complete(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # bitsandbytes: paged statistics are not paged on a CPU
-        type(optimizer).step(optimizer)
+        try:
+            type(optimizer).step(optimizer)
+        except Exception as error:
+            raise SwarmError(
+                f"The optimizer {type(optimizer).__name__} takes no step by gradients alone on a CPU, as the swarm's "
+                f"does: {error!r}.\n1. Choose another, such as adamw_torch.",
+                kind="bad_config",
+            ) from error
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
     begun = {p: {**state, **state.first} for p, state in optimizer.state.items()}
     optimizer.state = defaultdict(dict, {**begun, **kept})
+    if changed := sorted(name for name, value in _settings(optimizer).items() if settings.get(name) != value):
+        return f"in its parameter groups {', '.join(changed)}, which each step changes"
+    return _what_cannot_travel(optimizer)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """Numbers of the parameter groups by name. A peer that joins has those that its script set."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, (int, float)) or (torch.is_tensor(value) and value.ndim == 0):
+                found[name].append(float(value))
+    return found
+
+
+def _what_cannot_travel(optimizer: torch.optim.Optimizer) -> str | None:
+    """A state travels as plain tensors and as numbers that are finite and not negative."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+                fits = is_plain and str(value.dtype).removeprefix("torch.") in FLOATS | INTEGERS
+            else:
+                fits = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+            if not fits:
+                kind = f"{type(value).__name__} of {value.dtype}" if torch.is_tensor(value) else type(value).__name__
+                return f"in its statistics {name!r}, a {kind}"
+    return None
+
+
+def _cannot_travel(optimizer: torch.optim.Optimizer, what: str) -> str:
+    return (
+        f"The optimizer {type(optimizer).__name__} keeps {what}: that cannot be given to a peer that joins, whose "
+        "steps would differ from everybody's.\n"
+        "1. Choose another, such as adamw_torch.\n"
+        "2. To need less memory or line, adamw_8bit, or adapters (LoRA)."
+    )
 
 
 class Schedule:

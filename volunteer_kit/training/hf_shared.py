@@ -12,13 +12,23 @@ import torch
 from volunteer_kit.swarm.codec import identity_of
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import SwarmOptions
-from volunteer_kit.training.hf_optimizer import parameters_of
+from volunteer_kit.training.hf_optimizer import parameters_of, require_travelling_state
 
-IN_BACKWARD = {"LayerWiseDummyOptimizer", "Lomo", "AdaLomo"}
+LAYERWISE = "LayerWiseDummyOptimizer"  # what transformers shows of galore_*_layerwise
+IN_BACKWARD = {LAYERWISE, "Lomo", "AdaLomo"}
 
 
 def require_sharable(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Raises SwarmError where there is nothing to average, or where each peer would go its own way."""
+    name, why = type(optimizer).__name__, None
+    if name in IN_BACKWARD:  # of the parameters that it shows none is the model's
+        why = "steps while gradients are computed, and keeps none that could be averaged"
+        if name == LAYERWISE:
+            name = 'of a layerwise kind (optim="..._layerwise")'
+    elif callable(getattr(optimizer, "eval", None)):
+        why = "keeps two models, one to train and one to evaluate, and the swarm has one"
+    if why is not None:
+        raise SwarmError(f"The optimizer {name} {why}.\n1. Choose another, such as adamw_torch.", kind="bad_config")
     if not any(parameter.requires_grad for parameter in parameters_of(optimizer)):
         raise SwarmError(
             "The model has no parameters to train: there is nothing to average.\n"
@@ -26,13 +36,7 @@ def require_sharable(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
             "2. Else set requires_grad_(True) on what is to be trained.",
             kind="bad_config",
         )
-    name, why = type(optimizer).__name__, None
-    if name in IN_BACKWARD:
-        why = "steps while gradients are computed, and keeps none that could be averaged"
-    elif callable(getattr(optimizer, "eval", None)):
-        why = "keeps two models, one to train and one to evaluate, and the swarm has one"
-    if why is not None:
-        raise SwarmError(f"The optimizer {name} {why}.\n1. Choose another, such as adamw_torch.", kind="bad_config")
+    require_travelling_state(optimizer)
     if "metrics" in inspect.signature(scheduler.step).parameters:  # reduce_lr_on_plateau, greedy
         raise SwarmError(
             f"The schedule {type(scheduler).__name__} goes by each peer's own evaluation: their learning rates "
