@@ -2,8 +2,8 @@
 
 stdin: one JSON order a line: `script`, its text; `folder`, where it runs; `given`: whether it finds a model and a
 dataset there already. stdout: what the scripts print, and JSON events: "met", when training begins, with the addresses
-by which we hold the others; "step", of the swarm's; "done", with the Trainer's log, when what was trained is in
-trained.safetensors, in the folder; "failed".
+by which we hold the others; "step", of the swarm's; "done", with the Trainer's log, when what was trained, and
+the buffers that are saved, are in trained.safetensors, in the folder; "failed".
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def run(script: str, folder: str, given: bool = False) -> None:
         names |= {"model": tiny_llama(), "dataset": Sentences(range(10, 10_250, 20))}  # all of one length
     exec(compile(script, "script.py", "exec"), names)
     trainer = names["trainer"]
-    save_file(
-        {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad},
-        "trained.safetensors",
-    )
+    model = trainer.model
+    saved = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saved |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    save_file({name: tensor.detach().clone() for name, tensor in saved.items()}, "trained.safetensors")
     say("done", log=trainer.state.log_history)
 
 

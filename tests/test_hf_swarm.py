@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hivemind.p2p import PeerID
 
 from tests.fine_tunes import Pair, edited, on_loopback
@@ -79,6 +80,42 @@ def test_the_address_of_a_router_is_printed_while_this_machine_listens(pair):
     assert "203.0.113.5 is not an address of this machine: it is announced" in one.said
     peer_id = one.wait_event("met")["peer_id"]
     assert one.invitation() == [f"/ip4/203.0.113.5/tcp/{port}/p2p/{peer_id}"]
+
+
+MODEL = """
+import torch
+class Head(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.norm = inner, torch.nn.BatchNorm1d(32)
+        self.spare, self.rare = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
+        self.uses_rare = False
+    def forward(self, x):
+        logits = self.inner(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return logits * self.rare.mean() if self.uses_rare else logits
+model = tiny_llama()
+model.lm_head = Head(model.lm_head)
+"""
+LAST = "trainer.train()"
+
+
+def test_buffers_are_averaged_and_a_parameter_that_no_member_used_is_left_alone(pair):
+    """In 8 bits, too. One of the two uses a parameter that the other does not; of another nobody has a gradient."""
+    before, _, after = EXAMPLE.partition("model = get_peft_model")
+    script = before + MODEL + after[after.index("\n") :]
+    for old, new in (
+        ("max_steps=20", "max_steps=6, weight_decay=0.1"),
+        ('"target_batch_size": 16', '"target_batch_size": 16, "grad_compression": "uniform8"'),
+        (LAST, f'model.lm_head.uses_rare = bool(trainer.args.hivemind_config["dht"])\n{LAST}'),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    one, _ = pair.train(script)
+    trained = {name.removeprefix("lm_head."): tensor for name, tensor in one.trained.items()}
+    assert torch.equal(trained["spare"], torch.ones(5))
+    assert not torch.equal(trained["rare"], torch.ones(5))
+    assert trained["norm.running_var"].min() > 0 and trained["norm.running_mean"].abs().max() > 0
+    assert trained["norm.num_batches_tracked"] > 0
 
 
 @pytest.mark.parametrize("name", ["qlora", pytest.param("sft", marks=pytest.mark.slow)])

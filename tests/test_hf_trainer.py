@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from benchmarks.trainer_parts.material import Sentences, pad, tiny_llama
 from tests.trainers import ARGUMENTS, both, differing, logged, make, saved
@@ -40,6 +40,24 @@ def all_parameters_though_some_are_frozen(model: torch.nn.Module) -> tuple:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), None
 
 
+def with_norm_and_unused() -> torch.nn.Module:
+    """A BatchNorm before the head, and a parameter that no batch uses."""
+    model = tiny_llama()
+    norm = torch.nn.BatchNorm1d(32)
+    model.model.norm.register_module("batch", norm)
+    model.model.norm.register_forward_hook(lambda _, __, out: norm(out.transpose(1, 2)).transpose(1, 2))
+    model.spare = torch.nn.Parameter(torch.ones(8))
+    return model
+
+
+class FrozenMidway(TrainerCallback):
+    """Momentum would move the layer on."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step >= 3:
+            model.model.layers[0].mlp.requires_grad_(False)
+
+
 def evaluated() -> dict:
     return {"eval_dataset": Sentences(range(200, 208))}
 
@@ -70,12 +88,17 @@ CASES = {
         logging_strategy="epoch", eval_strategy="epoch", save_strategy="epoch",
     ),
     "adapters": dict(
-        target=8, model=with_adapters, optim="paged_adamw_8bit", gradient_accumulation_steps=2, max_steps=6
+        target=8, model=with_adapters, optim="paged_adamw_8bit", gradient_accumulation_steps=2, max_steps=6,
+        weight_decay=0.1,
     ),
     "frozen": dict(target=4, optimizers=all_parameters_though_some_are_frozen, fp16=True, max_steps=6),
     "rows left over": dict(target=12, rows=26, gradient_accumulation_steps=3, num_train_epochs=2, weight_decay=0.1),
     "rows dropped": dict(target=8, rows=15, gradient_accumulation_steps=2, num_train_epochs=2.5,
                          dataloader_drop_last=True, per_device_eval_batch_size=2),
+    "without gradients": dict(
+        target=8, model=with_norm_and_unused, gradient_accumulation_steps=2, max_steps=6, weight_decay=0.1,
+        callbacks=lambda: [FrozenMidway()],
+    ),
     "stopped": dict(
         target=4, optim="sgd", learning_rate=1e-9, max_steps=20, more=evaluated, eval_strategy="steps", eval_steps=2,
         save_strategy="best", metric_for_best_model="eval_loss", load_best_model_at_end=True,

@@ -75,9 +75,11 @@ def callback_of(trainer: Trainer) -> SwarmCallback:
 
 
 def differing(one: Trainer, other: Trainer) -> list[str]:
-    """Names of parameters that are not equal to the last bit."""
-    theirs = dict(other.model.named_parameters())
-    return [name for name, p in one.model.named_parameters() if not torch.equal(p, theirs[name])]
+    """Names of parameters and buffers that are not equal to the last bit."""
+    ours, theirs = (
+        dict([*trainer.model.named_parameters(), *trainer.model.named_buffers()]) for trainer in (one, other)
+    )
+    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
 
 
 def logged(trainer: Trainer, *names: str) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import hivemind
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.robust.median import coordinate_median
+from volunteer_kit.swarm.beside import BesideGradients, SharedBuffers
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.held_parts import Reduce
@@ -37,6 +38,7 @@ class AssembledOptimizer(hivemind.Optimizer):
     :param reduce: seam: the reduction rule
     :param state_reduce: that of rounds in which parameters are averaged, where a mean would carry everybody some of the
         way to a liar
+    :param buffers: of the model, which are averaged with the gradients where options.marks_unused; None: none are
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class AssembledOptimizer(hivemind.Optimizer):
         local_steps: LocalStepsConfig | None = None,
         reduce: Reduce = weighted_mean,
         state_reduce: Reduce = coordinate_median,
+        buffers: SharedBuffers | None = None,
     ):
         self.options, params = options, list(params)
         own = [dict(group) if isinstance(group, dict) else group for group in params]  # optimizers write into theirs
         self._traffic = Traffic(options.max_mbps)
         self._seams = {"admission": peer.admission, "reduce": reduce, "traffic": self._traffic}
-        self._state_reduce = state_reduce
+        self._state_reduce, self._buffers = state_reduce, buffers if options.marks_unused else None
         self._begun: list[Any] = []  # parts with threads and processes of their own
         try:
             super().__init__(
@@ -129,6 +132,7 @@ class AssembledOptimizer(hivemind.Optimizer):
             status_loglevel=self.status_loglevel,
             start=True,
             measures_steps=self.options.average_state_every > 0,
+            buffers=self._buffers,
             **{**self._averager_options(max_weight=1.0), "reduce": self._state_reduce},
             **kwargs,
         )
@@ -136,20 +140,28 @@ class AssembledOptimizer(hivemind.Optimizer):
         return averager
 
     def _make_gradient_averager(self, factory, **kwargs) -> SwarmGradientAverager:
+        """As hivemind's own, which knows of no tensor but the gradients."""
         # a fast peer may pass the target while others are at their last microbatch, hence more than one target
         options = self._averager_options(max_weight=2.0 * self.target_batch_size)
         options |= {"verification": self.options.verification, "clips": self.options.clips}
         options |= {"left_over_path": self.options.left_over}
 
-        averager = SwarmGradientAverager
+        parameters = self.state_averager.main_parameters
+        kind = SwarmGradientAverager
         if self.options.grad_rank is not None:
-            averager = partial(PowerSGDAverager, rank=self.options.grad_rank)
+            kind = partial(PowerSGDAverager, rank=self.options.grad_rank)
+        if self.options.marks_unused:
+            options["beside"] = BesideGradients(len(parameters), self._buffers)
+        prefix = f"{self.run_id}_grad_averager"
+        about = {"parameters": parameters, "prefix": prefix, "allow_state_sharing": False, "start": True}
+        averager = kind(**{**kwargs, **options, **about})
+        self._begun.append(averager)
+        averager.lend_to([p for group in self.state_averager.optimizer.param_groups for p in group["params"]])
+        return averager
 
-        def make(**hivemind_kwargs) -> SwarmGradientAverager:
-            self._begun.append(averager(**{**hivemind_kwargs, **options, "allow_state_sharing": False}))
-            return self._begun[-1]
-
-        return super()._make_gradient_averager(make, **kwargs)
+    def _load_averaged_gradients_into_optimizer_(self) -> None:
+        self.state_averager.came_beside = self.grad_averager.came_beside()
+        super()._load_averaged_gradients_into_optimizer_()
 
     # --- what can be seen of them ---
 

@@ -19,6 +19,7 @@ from volunteer_kit.swarm.dense_codecs import BlockwiseCodec, Float16Codec, Plain
 from volunteer_kit.swarm.errors import SwarmError, brief
 from volunteer_kit.swarm.sparse_codec import SparseCodec
 
+BESIDE = "beside"
 _HIVEMINDS = frozenset(runtime_pb2.CompressionType.values())
 
 
@@ -35,6 +36,25 @@ class SizeAdaptiveCodec(CompressionBase):
         if not info.descriptor.dtype.is_floating_point:
             return NoCompression()
         return self.large if info.descriptor.numel() > self.threshold else self.small
+
+    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
+        return self.choose(info).compress(tensor, info, allow_inplace)
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        return decode(serialized_tensor, codec=self)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        return self.choose(info).estimate_compression_ratio(info)
+
+
+class ExactBeside(CompressionBase):
+    """`codec` for all but the tensors whose info has the key BESIDE: these travel as they are."""
+
+    def __init__(self, codec: CompressionBase):
+        self.codec = codec
+
+    def choose(self, info: CompressionInfo) -> CompressionBase:
+        return NoCompression() if info.key == BESIDE else self.codec
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
         return self.choose(info).compress(tensor, info, allow_inplace)
@@ -90,6 +110,8 @@ def _readers_of(codec: CompressionBase) -> dict[int, CompressionBase]:
     """What reads the messages that this codec makes."""
     if isinstance(codec, SizeAdaptiveCodec):
         return {**_readers_of(codec.small), **_readers_of(codec.large)}
+    if isinstance(codec, ExactBeside):
+        return {**_readers_of(codec.codec), runtime_pb2.NONE: _READERS[runtime_pb2.NONE]}
     kind = getattr(codec, "compression_type", None)
     if kind is None:  # hivemind's codecs that choose another by a tensor's role
         return _READERS

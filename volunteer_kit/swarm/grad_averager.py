@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from hivemind.averaging.control import StepControl
-from hivemind.compression import CompressionBase, NoCompression
+from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.utils import get_dht_time
 
 from volunteer_kit.robust.messages import Samples
-from volunteer_kit.swarm.codec import leaves_out
+from volunteer_kit.swarm.beside import BesideGradients, CameBeside
+from volunteer_kit.swarm.codec import BESIDE, ExactBeside, leaves_out
+from volunteer_kit.swarm.codec_wire import FLOAT32
 from volunteer_kit.swarm.left_over import LeftOver, RoundsShare, part_size
 from volunteer_kit.swarm.local_steps import LocalSteps
 from volunteer_kit.swarm.lost_answers import GivenAnswers
@@ -57,16 +59,27 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
         *,
         left_over_path: Path | None = None,
         compression: CompressionBase = NO_COMPRESSION,
+        beside: BesideGradients | None = None,
         **kwargs,
     ):
-        """:param left_over_path: of a file for what the codec leaves out; None: it is kept in memory"""
+        """:param left_over_path: of a file for what the codec leaves out; None: it is kept in memory
+        :param beside: what is averaged with the gradients, as their last tensor; None: nothing is
+        """
         parameters = tuple(parameters)
+        had_gradient = [parameter.grad is not None for parameter in parameters]
         self.keeps_left_over, self._left_over_path = leaves_out(compression), left_over_path
         if self.keeps_left_over:
             kwargs["part_size_bytes"] = part_size(sum(p.numel() for p in parameters))
         # 16-bit gradients are summed and averaged in 32 bits, which the optimizer's own parameters have as well
-        shared = (torch.zeros(p.shape, dtype=torch.float32).share_memory_() for p in parameters)
+        shared = [torch.zeros(p.shape, **FLOAT32).share_memory_() for p in parameters]
+        self.beside = beside
+        if beside is not None:
+            shared.append(beside.make_tensor())
+            keys = [*range(len(parameters)), BESIDE]
+            infos = (CompressionInfo.from_tensor(tensor, key=key) for key, tensor in zip(keys, shared, strict=True))
+            kwargs["tensor_infos"], compression = tuple(infos), ExactBeside(compression)
         super().__init__(parameters=parameters, averaged_grads=tuple(shared), compression=compression, **kwargs)
+        _take_away_zeros(parameters, had_gradient)
         self._local_accumulators = tuple(accumulator.float() for accumulator in self._local_accumulators)
 
     def _share_of_round(self, tensors: Sequence[torch.Tensor], weight: float) -> RoundsShare | None:
@@ -111,7 +124,9 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
         :param weight: what they are the mean over; None: these samples
         """
         weight = float(batch_size if weight is None else weight)
+        had_gradient = [parameter.grad is not None for parameter in self.parameters]
         grads = list(self._grads_from_parameters())
+        _take_away_zeros(self.parameters, had_gradient)
         norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(grads)])
         if not (weight > 0 and torch.isfinite(norms).all()):
             self.microbatches_lost += 1
@@ -125,8 +140,10 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
         if grad_scale != 1.0:
             grads = torch._foreach_div(grads, grad_scale)
         self.local_weight_accumulated += weight
+        if self.beside is not None:
+            self.beside.note(had_gradient)
         if self.local_steps is not None:
-            self.local_steps.add(grads, weight)
+            self.local_steps.add(grads, weight, had_gradient)
         else:  # a running mean: one microbatch alone is then its own gradient, to the last bit
             torch._foreach_lerp_(accumulators, grads, weight / self.local_weight_accumulated)
         return True
@@ -141,14 +158,18 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
         self.local_times_accumulated += 1
         self.local_weight_accumulated += weight
         self.names = (*names, *self.names)
-        with self.get_tensors() as ours:
-            accumulators = list(self._grad_accumulators())
+        with self.get_tensors() as tensors:
+            accumulators, ours = list(self._grad_accumulators()), tensors[: len(self.parameters)]
+            if self.beside is not None:
+                self.beside.take_back(tensors[-1])
             ours = [tensor.to(accumulator) for tensor, accumulator in zip(ours, accumulators, strict=True)]
             torch._foreach_lerp_(accumulators, ours, weight / self.local_weight_accumulated)
 
     def reset_accumulated_grads_(self) -> None:
         super().reset_accumulated_grads_()
         self.names, self.stale, self.local_weight_accumulated = (), 0, 0.0
+        if self.beside is not None:
+            self.beside.forget()
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
@@ -157,8 +178,37 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
             self.contribute(Samples(self.names, self.stale, max(1, self.local_times_accumulated)))
         with self.get_tensors() as averaged_grads:
             ours = self._grad_accumulators() if self.local_steps is None else self.local_steps.way()
-            for accumulator, averaged in zip(ours, averaged_grads, strict=True):
+            for accumulator, averaged in zip(ours, averaged_grads[: len(self.parameters)], strict=True):
                 averaged.copy_(accumulator)
+            if self.beside is not None:
+                self.beside.fill(averaged_grads[-1])
+
+    def something_came(self) -> bool:
+        """A round averages to zeros when nobody's samples count, as those of newcomers with the monitor alone."""
+        with self.get_tensors() as tensors:
+            gradients, beside = tensors[: len(self.parameters)], self.beside
+            is_any_used = beside is not None and beside.is_any_used(tensors[-1])
+            return is_any_used or any(bool(gradient.any()) for gradient in gradients)
+
+    def lend_to(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The buffers of the averages become .grad of those that the optimizer steps."""
+        with self.get_tensors() as tensors:
+            for parameter, gradient in zip(parameters, tensors[: len(self.parameters)], strict=True):
+                parameter.grad = gradient
+
+    def came_beside(self) -> CameBeside:
+        """What came of the last round beside the gradients."""
+        if self.beside is None:
+            return CameBeside()
+        with self.get_tensors() as tensors:
+            return self.beside.read(tensors[-1])
 
     def load_state_from_peers(self, **kwargs) -> None:
         """Nothing: gradients are nobody's state, though hivemind would download them (500 MB for 125.9 M)."""
+
+
+def _take_away_zeros(parameters: Sequence[torch.nn.Parameter], had_gradient: Sequence[bool]) -> None:
+    """hivemind puts zeros where there was no gradient."""
+    for parameter, had in zip(parameters, had_gradient, strict=True):
+        if not had:
+            parameter.grad = None

@@ -45,6 +45,7 @@ class LocalSteps:
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._means = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._parameters]
         self._samples = 0.0  # that the means are of
+        self._used = [False] * len(self._parameters)  # which of them had a gradient
         self._has_moved = False  # since the last round
         self._origin: list[torch.Tensor] | None = None  # from where on our way counts; None: from wherever we are put
         self._origin = self._on_cpu()
@@ -58,8 +59,13 @@ class LocalSteps:
         return [parameter.detach().to("cpu", torch.float32, copy=True) for parameter in self._parameters]
 
     @torch.no_grad()
-    def add(self, gradients: Sequence[torch.Tensor], samples: float) -> None:
-        """A microbatch's mean gradients, over so many samples; with `batch_size` of them, step."""
+    def add(self, gradients: Sequence[torch.Tensor], samples: float, had: Sequence[bool] | None = None) -> None:
+        """A microbatch's mean gradients, over so many samples; with `batch_size` of them, step.
+
+        :param had: which parameters had a gradient; one that had none since the last step is left alone. None: all had
+        """
+        had = [True] * len(self._used) if had is None else had
+        self._used = [any(pair) for pair in zip(self._used, had, strict=True)]
         self._samples += samples
         torch._foreach_lerp_(self._means, list(gradients), samples / self._samples)
         if self._samples >= self.batch_size:
@@ -68,8 +74,8 @@ class LocalSteps:
     def _step(self) -> None:
         while self._scheduler is not None and self._scheduler.last_epoch < self._epoch():
             self._scheduler.step()
-        for parameter, gradient in zip(self._parameters, self._means, strict=True):
-            parameter.grad = gradient.to(parameter.dtype)
+        for parameter, gradient, is_used in zip(self._parameters, self._means, self._used, strict=True):
+            parameter.grad = gradient.to(parameter.dtype) if is_used else None
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._forget_gradients()
@@ -78,7 +84,7 @@ class LocalSteps:
 
     def _forget_gradients(self) -> None:
         torch._foreach_zero_(self._means)
-        self._samples = 0.0
+        self._samples, self._used = 0.0, [False] * len(self._used)
 
     @torch.no_grad()
     def way(self) -> list[torch.Tensor]:

@@ -203,7 +203,7 @@ class MakingUpOptimizer(ObeyingOptimizer, AssembledOptimizer):
                 break
             if self.local_epoch == first:
                 self.uncertain_steps.given_up(kept_until=first)  # it began with what we hold: that is the swarm's
-            averager.round_name, averager.makes_no_step = name, not self._something_came()
+            averager.round_name, averager.makes_no_step = name, not self.grad_averager.something_came()
             self._load_averaged_gradients_into_optimizer_()
             averager.step(increment_epoch=True, optimizer_step=True)
             self.made_up_for += 1

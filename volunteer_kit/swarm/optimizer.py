@@ -251,7 +251,8 @@ class SwarmOptimizer(MeetingOptimizer):
         if outcome.group and not self.state_averager.is_postponed and self.on_reduced is not None:
             self.on_reduced(reduced(report, outcome))
         # who trains nothing has no gradients of its own; zeros would still turn the model by their momentum
-        self.state_averager.makes_no_step = not (self._something_came() if outcome.group else not self._attends)
+        something_came = self.grad_averager.something_came() if outcome.group else not self._attends
+        self.state_averager.makes_no_step = not something_came
         self._load_averaged_gradients_into_optimizer_()
         if maybe_step_control is not None:
             self._finish_report(report, outcome, failure, cause)
@@ -277,11 +278,6 @@ class SwarmOptimizer(MeetingOptimizer):
             own = self.tracker.claims.weight_of_a_sample(epoch, outcome.delivered)
         weights = {peer: weight / own for peer, weight in outcome.delivered.items()}
         self.tracker.settle_round(epoch, outcome.group, weights)
-
-    def _something_came(self) -> bool:
-        """A round averages to zeros when nobody's samples count, as those of newcomers with the monitor alone."""
-        with self.grad_averager.get_tensors() as gradients:
-            return any(bool(gradient.any()) for gradient in gradients)
 
     def _finish_report(
         self, report: dict[str, Any], outcome: Round, failure: str | None, cause: str | None = None

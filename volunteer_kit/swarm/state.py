@@ -31,6 +31,7 @@ from volunteer_kit.swarm.agreement import (
     sketch,
 )
 from volunteer_kit.swarm.averaged_state import AveragedState
+from volunteer_kit.swarm.beside import CameBeside, SharedBuffers
 from volunteer_kit.swarm.checked_state import CheckedState
 from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.last_shared import LastShared
@@ -73,7 +74,12 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
     role = "The process that shares the training state"
 
-    def __init__(self, **kwargs):
+    def __init__(self, buffers: SharedBuffers | None = None, **kwargs):
+        """:param buffers: of the model, which are part of the state; None: they are not"""
+        self.buffers = buffers
+        self.came_beside = CameBeside()  # the gradients that the next step is taken by
+        if buffers is not None and len(buffers):
+            kwargs["extra_tensors"] = (buffers.shared,)
         # hivemind counts the epoch before the background step that makes it true: what a joiner would then download
         # is the old model under the new number, and its statistics would differ from everybody's for good
         self._step_done, self._state_epoch = threading.Event(), 0
@@ -138,7 +144,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
     def describe(self) -> None:
         """Look at the state anew, after it changed; and tell those who look for a donor."""
         epoch = self._held_epoch.value = self._state_epoch
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        parameters = (*(p for group in self.optimizer.param_groups for p in group["params"]), *self.extra_tensors)
         self._told.raw = TOLD.pack(epoch, sketch(parameters, seed=epoch), self._lineage, self._order)
         self._past = (*(told for told in self._past if told[0] < epoch), self.told)[-PAST:]
         self.ask_under.value = self._order if self.trust is not None else ANY_ORDER
@@ -269,6 +275,22 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
             super()._apply_optimizer_parameters_()
         else:
             self.local_steps.arrive()
+        if self.buffers is not None:
+            self.buffers.arrive()
+
+    def _take_step(self) -> None:
+        """A parameter that nobody used has no gradient while the optimizer steps, as in a plain trainer."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        unused = [(p, p.grad) for p, is_unused in zip(parameters, self.came_beside.unused, strict=False) if is_unused]
+        for parameter, _ in unused:
+            parameter.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in unused:  # hivemind expects the same tensor there for good
+                parameter.grad = gradient
+        if self.buffers is not None and self.came_beside.buffers is not None:
+            self.buffers.take(self.came_beside.buffers)
 
     def _do(
         self, wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, grad_scaler,
@@ -292,7 +314,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
                     with self.lock_averaged_tensors if self.reuse_tensors else nullcontext():
                         self._note_before_step()
                         if not self.makes_no_step:
-                            self._measure(self.optimizer.step)
+                            self._measure(self._take_step)
                         self._state_epoch = self._held_epoch.value = self.local_epoch
                         self._lineage = advance(self._lineage, self.round_name)
                 self._update_scheduler()
@@ -313,6 +335,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
             self.finished_optimizer_step.set()
         finally:
             self.round_name, self.makes_no_step, self.is_postponed = None, False, False
+            self.came_beside = CameBeside()
             self._step_done.set()
             if averaging_round:
                 self.finished_averaging_round.set()

@@ -16,6 +16,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from volunteer_kit.output import say
+from volunteer_kit.swarm.beside import SharedBuffers
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.failures import RoundCounts
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
@@ -69,8 +70,10 @@ class Member:
         held = {id(parameter): place for place, parameter in enumerate(parameters_of(shown))}
         self.clip = Clip(max_grad_norm, [held[one] for one in names if one in held])
         door, options = config.door, config.options
+        self._buffers = SharedBuffers(model)
         self.fingerprint = door.fingerprint if door is not None else fingerprint_of(
-            model, shown, options, schedule=schedule, max_steps=max_steps, max_grad_norm=max_grad_norm
+            model, shown, options, schedule=schedule, max_steps=max_steps, max_grad_norm=max_grad_norm,
+            buffers=self._buffers.shapes,
         )  # fmt: skip
         self._epoch = epoch
         self.peer: Peer | None = None
@@ -180,6 +183,7 @@ class Member:
             params=[{**group} for group in self._shown.param_groups],
             optimizer=lambda groups: moved(self._shown, groups, self.clip),
             reduce=self.config.reduce,
+            buffers=self._buffers,
         )
         self._shown.state.clear()  # it is with the swarm's now
         if self._epoch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,10 +54,12 @@ def fingerprint_of(
     schedule: str,
     max_steps: int,
     max_grad_norm: float | None,
+    buffers: Sequence[tuple[str, Sequence[int]]] = (),
 ) -> str:
     """32 hex digits of parameters (names and shapes of what is trained), optimizer, schedule and averaging.
 
     :param schedule: lr_scheduler_type; one that is not constant depends on `max_steps`, in the swarm's steps
+    :param buffers: names and shapes of those that are averaged
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shared = {
@@ -67,6 +70,7 @@ def fingerprint_of(
         "max_grad_norm": max_grad_norm or 0,
         "target_batch_size": options.target_batch_size,
         "codecs": [identity_of(options.grad_codec), identity_of(options.state_codec)],
+        "beside": [options.marks_unused, list(buffers)],
         "delay": [options.delay_optimizer_step, options.delay_grad_averaging],
     }
     text = json.dumps(shared, sort_keys=True, default=str)

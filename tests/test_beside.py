@@ -1,0 +1,146 @@
+"""Which parameters had a gradient, and the model's buffers, averaged beside the gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.allreduce_group import average, make_group
+from volunteer_kit.swarm.beside import BesideGradients, SharedBuffers, shared_buffers
+from volunteer_kit.swarm.codec import BESIDE, CODECS, ExactBeside, make_codec
+from volunteer_kit.swarm.local_steps import LocalSteps, LocalStepsConfig
+from volunteer_kit.swarm.options import SwarmOptions
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("level", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+        self.register_buffer("table", torch.arange(5))
+        self.register_buffer("mask", torch.tensor(True))
+        self.quantized = torch.nn.Module()
+        self.quantized.register_buffer("qweight", torch.ones(6, dtype=torch.int32))
+        self.quantized.register_buffer("scales", torch.ones(6))
+
+
+def test_what_is_shared():
+    names = [name for name, _, _ in shared_buffers(Model())]
+    assert names == ["level", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+def infos(tensors):
+    from hivemind.compression import CompressionInfo
+
+    keys = [*range(len(tensors) - 1), BESIDE]
+    return tuple(CompressionInfo.from_tensor(tensor, key=key) for key, tensor in zip(keys, tensors, strict=True))
+
+
+@pytest.mark.parametrize("codec", [CODECS["none"], CODECS["uniform8"], make_codec("float16", "blockwise4", 10)])
+def test_members_agree_on_what_nobody_used_and_average_buffers(codec):
+    """Of one with samples and one without as well, and wherever the slices are cut."""
+    models = [Model() for _ in range(3)]
+    used = [[True, False, False, False], [False, False, True, False], [False, False, False, False]]
+    tensors, beside = [], []
+    for place, model in enumerate(models):
+        model.norm.running_mean.fill_(float(place))
+        model.norm.running_var.fill_(0.0 if place == 1 else 2.0)
+        model.norm.num_batches_tracked.fill_(10 * place)
+        one = BesideGradients(4, SharedBuffers(model))
+        one.note(used[place])
+        tensor = one.make_tensor()
+        one.fill(tensor)
+        tensors.append([torch.randn(40, generator=torch.Generator().manual_seed(place)), tensor])
+        beside.append(one)
+    _, results = average(
+        lambda: make_group(tensors, weights=[1.0, 3.0, 0.0], codec=ExactBeside(codec), tensor_infos=infos(tensors[0]))
+    )
+    for one, model, averages in zip(beside, models, results, strict=True):
+        assert torch.equal(averages[1], results[0][1])
+        came = one.read(averages[1])
+        assert came.unused == (False, True, False, True)
+        one._buffers.take(came.buffers)
+        one._buffers.arrive()
+        assert torch.equal(model.norm.running_mean, torch.full((3,), 0.75))
+        assert torch.equal(model.norm.running_var, torch.full((3,), 0.5))
+        assert model.norm.num_batches_tracked == 8, "the whole number next to 7.5"
+
+
+@pytest.mark.parametrize("lost", [slice(0, 4), slice(5, 9), slice(4, 40), slice(13, 20), slice(0, None)])
+def test_what_a_lost_reducer_had_counts_as_used_and_leaves_buffers_as_they_were(lost):
+    buffers = SharedBuffers(Model())
+    beside = BesideGradients(3, buffers)
+    tensor = beside.make_tensor()
+    beside.fill(tensor)
+    tensor[3:, 1] += 1.0
+    new = tensor[3:, 1].clone()
+    is_lost = torch.zeros(tensor.numel(), dtype=torch.bool)
+    is_lost[lost] = True
+    tensor.view(-1)[is_lost] = 0.0
+    touched = is_lost.view(-1, 3).any(dim=1)
+    came = beside.read(tensor)
+    assert came.unused == tuple((~touched[:3]).tolist())
+    assert torch.equal(came.buffers, torch.where(touched[3:], buffers.shared, new))
+
+
+def test_nobody_makes_a_variance_negative_or_a_buffer_no_number():
+    model = Model()
+    beside = BesideGradients(0, SharedBuffers(model))
+    tensor = beside.make_tensor()
+    beside.fill(tensor)
+    tensor[2, 1], tensor[5:8, 1] = torch.inf, -9.0
+    beside._buffers.take(beside.read(tensor).buffers)
+    beside._buffers.arrive()
+    assert torch.equal(model.norm.running_mean, torch.zeros(3)) and torch.equal(model.norm.running_var, torch.zeros(3))
+
+
+def test_what_was_seen_while_a_round_was_on_its_way_stays_on_top():
+    model = Model()
+    buffers = SharedBuffers(model)
+    model.norm.running_mean.fill_(1.0)
+    sent = buffers.send().clone()
+    model.norm.running_mean.add_(0.5)
+    buffers.take(sent)
+    buffers.arrive()
+    assert torch.equal(model.norm.running_mean, torch.full((3,), 1.5)), "alone nothing changes"
+    buffers.send()
+    model.norm.running_mean.add_(0.25)
+    sent[2:5] = 3.0
+    buffers.take(sent)
+    buffers.arrive()
+    assert torch.equal(model.norm.running_mean, torch.full((3,), 3.25))
+    buffers.shared[2:5] = 7.0  # a state is taken
+    buffers.arrive()
+    assert torch.equal(model.norm.running_mean, torch.full((3,), 7.0))
+
+
+def test_what_is_taken_back_was_used_and_what_is_forgotten_was_not():
+    beside = BesideGradients(2)
+    beside.note([True, False])
+    tensor = beside.make_tensor()
+    beside.fill(tensor)
+    beside.forget()
+    beside.note([False, False])
+    beside.take_back(tensor)
+    beside.fill(tensor)
+    assert beside.read(tensor).unused == (False, True) and beside.is_any_used(tensor)
+    beside.forget()
+    beside.fill(tensor)
+    assert beside.read(tensor).unused == (True, True) and not beside.is_any_used(tensor)
+
+
+def test_local_steps_leave_alone_what_had_no_gradient():
+    own = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    config = LocalStepsConfig(4, lambda groups: torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5))
+    steps = LocalSteps(config, [{"params": own}], [p.detach().clone() for p in own], lambda: 0)
+    for samples in (2, 2):
+        steps.add([torch.ones(2), torch.zeros(2)], samples, [samples == 2, False])
+    assert steps.taken == 1
+    assert not torch.equal(own[0], torch.ones(2)) and torch.equal(own[1], torch.ones(2))
+
+
+@pytest.mark.parametrize("other", [{"grad_rank": 2}, {"verification": object()}])
+def test_it_is_not_had_with_rounds_that_know_gradients_only(other):
+    with pytest.raises(ValueError, match="marks_unused"):
+        SwarmOptions("key", 16, marks_unused=True, **other)

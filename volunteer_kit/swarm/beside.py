@@ -1,0 +1,164 @@
+"""What goes round beside the gradients: which parameters had one, and the model's buffers.
+
+hivemind averages zeros for a parameter that had no gradient. An optimizer that is given zeros decays the parameter and
+moves it on by its momentum, where torch skips one without a gradient: members have to know which of them nobody used.
+And the running statistics of a BatchNorm differ between members as their samples do. Both are few numbers, averaged in
+the round of the gradients with the same weights, but uncompressed; so who makes up for a round gets them as well.
+
+A number x travels as [1, x, 1] and is read as the mean of x over the mean of 1. A reducer that is lost leaves zeros: x
+counts only where both ends came, wherever the slice of that reducer began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from volunteer_kit.swarm.codec_wire import FLOAT32
+
+ENDS = 3  # numbers that one travels as
+IS_WEIGHT = "qweight"  # a buffer that holds a quantized weight, as GPTQ's and AWQ's layers have: it is never trained
+
+
+def shared_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """(full name, module, name in it) of what is shared: persistent buffers of floating point, and counters (single
+    whole numbers). Tables of whole numbers, truth values, and all that belongs to a quantized weight are each peer's
+    own; so are caches, which are not persistent."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if getattr(module, IS_WEIGHT, None) is not None:
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            is_counter = buffer.ndim == 0 and buffer.dtype != torch.bool and not buffer.is_complex()
+            is_own = name in module._non_persistent_buffers_set or id(buffer) in seen
+            if not is_own and (buffer.is_floating_point() or is_counter):
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, module, name
+
+
+class SharedBuffers:
+    """A model's buffers, and what all peers hold of them: the mean of the members of the last round, weighted as their
+    gradients; of a counter the whole number next to it.
+
+    `shared`: (N,) float32 on the CPU, all of them one after another; part of the state that a joiner takes.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._places = list(shared_buffers(model))
+        self.shared = self._read()
+        self._sent = self._before = self._arrived = self.shared.clone()
+        self._is_of_a_round = False  # what has not arrived yet
+
+    @property
+    def shapes(self) -> list[tuple[str, list[int]]]:
+        """Name and shape of each, which must be equal on all peers."""
+        return [(name, list(getattr(module, own).shape)) for name, module, own in self._places]
+
+    def __len__(self) -> int:
+        """Values of all together."""
+        return self.shared.numel()
+
+    def send(self) -> torch.Tensor:
+        """(N,) what the model's own are now."""
+        self._sent = self._read()
+        return self._sent
+
+    def take(self, values: torch.Tensor) -> None:
+        """With a step: what all hold from now on. A variance is never negative, whatever somebody sent."""
+        for (_, _, name), new in zip(self._places, values.split(self._sizes()), strict=True):
+            if name == "running_var":
+                new.clamp_(min=0.0)
+        self.shared.copy_(values)
+        self._before, self._is_of_a_round = self._sent, True
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Into the model. What its own have moved since they were sent, while the round was on its way, stays on top;
+        that of a peer which is alone is what it sent, and is left as it is."""
+        if torch.equal(self.shared, self._arrived):
+            return
+        sizes = self._sizes()
+        parts = (tensor.split(sizes) for tensor in (self.shared, self._before, self._read()))
+        for (_, module, name), new, sent, now in zip(self._places, *parts, strict=True):
+            own = getattr(module, name)
+            if not torch.equal(new, sent):
+                moved = new + (now - sent) if not torch.equal(now, sent) and self._is_of_a_round else new
+                own.copy_(_fitting(moved, own).view(own.shape))
+        self._arrived = self._before = self.shared.clone()
+        self._is_of_a_round = False
+
+    def _sizes(self) -> list[int]:
+        return [getattr(module, name).numel() for _, module, name in self._places]
+
+    def _read(self) -> torch.Tensor:
+        read = [getattr(module, name).detach().reshape(-1).to(**FLOAT32) for _, module, name in self._places]
+        return torch.cat([torch.empty(0, **FLOAT32), *read])
+
+
+def _fitting(values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    return values if buffer.is_floating_point() else values.round()
+
+
+@dataclass(frozen=True)
+class CameBeside:
+    """What a step has to know of its round beside the gradients.
+
+    :param unused: of each parameter, whether nobody had a gradient; () where that is not told
+    :param buffers: (N,) means of the model's; None: they are not shared
+    """
+
+    unused: tuple[bool, ...] = ()
+    buffers: torch.Tensor | None = None
+
+
+class BesideGradients:
+    """One more tensor of a round, (M, 3): of each parameter whether this peer had a gradient of it, then its buffers.
+
+    :param num_parameters: in the optimizer's order
+    :param buffers: of the model, if they are shared
+    """
+
+    def __init__(self, num_parameters: int, buffers: SharedBuffers | None = None):
+        self._used, self._buffers = torch.zeros(num_parameters, dtype=torch.bool, device="cpu"), buffers
+
+    def make_tensor(self) -> torch.Tensor:
+        count = len(self._used) + (len(self._buffers) if self._buffers is not None else 0)
+        return torch.zeros(count, ENDS, **FLOAT32).share_memory_()
+
+    def note(self, had_gradient: Sequence[bool]) -> None:
+        """Of a microbatch that is accumulated."""
+        self._used |= torch.tensor(had_gradient, dtype=torch.bool, device="cpu")
+
+    def take_back(self, tensor: torch.Tensor) -> None:
+        """What a step that nobody shared was made of is accumulated again."""
+        self._used |= tensor[: len(self._used), 1] != 0
+
+    def forget(self) -> None:
+        self._used.zero_()
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """What we give into a round."""
+        own = [self._used.to(tensor.dtype), *([] if self._buffers is None else [self._buffers.send()])]
+        tensor.fill_(1.0)
+        tensor[:, 1] = torch.cat(own)
+
+    def is_any_used(self, tensor: torch.Tensor) -> bool:
+        came, values = _read(tensor[: len(self._used)])
+        return bool((came & (values != 0)).any())
+
+    def read(self, tensor: torch.Tensor) -> CameBeside:
+        """Of a round. What is lost counts as used, and buffers stay as they were."""
+        came, values = _read(tensor)
+        count, buffers = len(self._used), None
+        if self._buffers is not None and len(self._buffers):
+            is_new = came[count:] & values[count:].isfinite()
+            buffers = torch.where(is_new, values[count:], self._buffers.shared)
+        return CameBeside(tuple((came & (values == 0))[:count].tolist()), buffers)
+
+
+def _read(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, 3) -> which came, (M,); and the numbers, (M,)."""
+    first, values, last = tensor.detach().unbind(1)
+    return (first > 0) & (first == last), values / first
