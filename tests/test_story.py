@@ -59,7 +59,7 @@ def test_an_event_of_a_later_version_changes_nothing():
         ([event("cut_off"), event("back")], "training", ""),
         ([event("finished"), event("cut_off")], "finished", ""),
         ([event("finished"), event("cut_off"), event("back")], "finished", ""),
-        ([event("waiting", reason="The authority is away.\n1.", seconds=30)], "connecting", "away. Asked again in 30 s"),
+        ([event("waiting", reason="It is away.\n1.", seconds=30)], "connecting", "away. Asked again in 30 s"),
         ([restarting(OFFLINE), event("waiting")], "reconnecting", "the line is dead. Asked again"),
         ([restarting(-9)], "restarting", "in 8 s"),
         ([restarting(OFFLINE)], "reconnecting", "in 8 s"),
