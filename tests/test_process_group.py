@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +63,82 @@ def test_a_helper_that_does_not_end_is_killed_too(leader):
     assert not psutil.wait_procs([janitor], PATIENCE)[1]
     for path in shared_by(leader.pid):
         path.unlink()
+
+
+TERMINAL = """
+import os, signal, sys, time
+from volunteer_kit import process_group
+from volunteer_kit.process_group import start, stops_as_one
+with stops_as_one(lambda line: print(line, flush=True)):
+    process = start("code", "MARK_OF_TEST=" + str(os.getpid()), stderr=-3)
+    process.stdin.write(b"import os\\nif os.fork() == 0: os.setsid()\\n\\nprint('forked', flush=True)\\n")
+    process.stdin.flush()
+    for _ in range(2):
+        process.stdout.readline()
+    print(process.pid, flush=True)
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def terminal() -> Iterator[psutil.Popen]:
+    """The kit's process as a shell's job: what it has started has a session of its own, a child of that another one."""
+    process = psutil.Popen(
+        [sys.executable, "-c", TERMINAL], stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    yield process
+    for one in [*process.children(recursive=True), process] if process.is_running() else []:
+        one.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def are_stopped(processes: list[psutil.Process], wanted: bool) -> bool:
+    """Waits for it: a signal needs a moment."""
+    deadline = time.monotonic() + PATIENCE
+    while any((process.status() == psutil.STATUS_STOPPED) != wanted for process in processes):
+        if time.monotonic() > deadline:
+            return not wanted
+        time.sleep(0.01)
+    return wanted
+
+
+def test_ctrl_z_stops_all_and_fg_continues_all(terminal):
+    worker = psutil.Process(int(terminal.stdout.readline()))
+    started = [worker, *worker.children(recursive=True)]
+    assert len(started) == 2 and not are_stopped([terminal, *started], False)
+    for _ in range(2):
+        os.killpg(terminal.pid, signal.SIGTSTP)
+        assert os.WIFSTOPPED(os.waitpid(terminal.pid, os.WUNTRACED)[1])
+        assert are_stopped([terminal, *started], True)
+        assert terminal.stdout.readline().startswith("Stopped, and the training stands still too")
+        os.killpg(terminal.pid, signal.SIGCONT)
+        assert terminal.stdout.readline().startswith("All of it goes on")
+        assert not are_stopped(started, False)
+
+
+def test_what_is_stopped_ends_when_the_terminals_process_is_killed(terminal):
+    """Else it would keep identity, lock and memory, and never see that nobody is left."""
+    worker = psutil.Process(int(terminal.stdout.readline()))
+    started = [worker, *worker.children(recursive=True)]
+    os.killpg(terminal.pid, signal.SIGTSTP)
+    os.waitpid(terminal.pid, os.WUNTRACED)
+    terminal.kill()
+    assert not psutil.wait_procs(started, PATIENCE)[1]
+
+
+def test_a_closed_terminal_is_a_goodbye():
+    program = "import time\nfrom volunteer_kit.process_group import sigterm_as_interrupt as s\nwith s():\n  try:\n"
+    program += "    print('here', flush=True); time.sleep(600)\n  except KeyboardInterrupt: print('goodbye')"
+    for before, said in ((signal.SIG_DFL, "goodbye\n"), (signal.SIG_IGN, "")):  # nohup
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.getcwd()}, preexec_fn=lambda before=before: signal.signal(1, before),
+        ) as process:  # fmt: skip
+            assert process.stdout.readline() == "here\n"
+            process.send_signal(signal.SIGHUP)
+            if not said:
+                process.send_signal(signal.SIGKILL)
+            assert process.stdout.read() == said

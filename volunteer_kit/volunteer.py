@@ -11,7 +11,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -23,7 +23,7 @@ from volunteer_kit.auth.login import Identity, Login
 from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.companion import Companion, swarm_of_two
 from volunteer_kit.home import Home
-from volunteer_kit.process_group import sigterm_as_interrupt
+from volunteer_kit.process_group import sigterm_as_interrupt, stops_as_one
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.stay import Stay, last_seen, seen_elsewhere
 from volunteer_kit.storage.places import adopt_home
@@ -107,7 +107,9 @@ def join_swarm(
     adopt_home(home)
     surface = open_surface(surface, accept_terms=accept_terms) if isinstance(surface, str) else surface
     caps = {"max_hours": max_hours, "max_gb": max_gb, "max_mbps": max_mbps}
+    signals = ExitStack()
     try:
+        signals.enter_context(stops_as_one(surface.say))
         _check_choices(client_mode, batch_size, **caps)
         if _stay is not None and not _stay.over:
             return _attach(_stay, surface, batch_size=batch_size, name=name, hide_name=hide_name or None, **caps)
@@ -147,6 +149,7 @@ def join_swarm(
         raise _without_traceback(error)  # noqa: B904
     finally:
         surface.close()
+        signals.close()
 
 
 def status() -> Progress | None:

@@ -23,7 +23,7 @@ from volunteer_kit.checkpoint import Checkpoint
 from volunteer_kit.demo.state import DemoState, first_and_last_loss
 from volunteer_kit.demo.swarm import DemoError, DemoSwarm
 from volunteer_kit.demo.view import View, counted, duration, make_view
-from volunteer_kit.process_group import sigterm_as_interrupt
+from volunteer_kit.process_group import sigterm_as_interrupt, stops_as_one
 from volunteer_kit.runs import RunConfig, load_run, require_ready, with_data
 
 __all__ = ["DemoError", "run_demo"]
@@ -79,7 +79,7 @@ def run_demo(
 
 def _train(swarm: DemoSwarm, view: View, peers: int, budget: float) -> float:
     """The life of the swarm, from its first process to its last. Returns the seconds it trained."""
-    with sigterm_as_interrupt(), _left_behind_by_nobody(swarm, view):
+    with sigterm_as_interrupt(), stops_as_one(view.note), _left_behind_by_nobody(swarm, view):
         view.start()
         try:
             swarm.start(peers)

@@ -15,7 +15,7 @@ from pathlib import Path
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from volunteer_kit.demo.state import DemoState
 from volunteer_kit.packages import with_kit_path
-from volunteer_kit.process_group import kill_all
+from volunteer_kit.process_group import kill_all, note_leader
 from volunteer_kit.runs import RunConfig
 from volunteer_kit.storage.socket_folders import remove_stale_folders
 from volunteer_kit.supervisor import Supervisor
@@ -179,6 +179,7 @@ class DemoSwarm:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 env={**with_kit_path(os.environ), name: value}, start_new_session=True,
             )  # fmt: skip
+            note_leader(self._bootstrap.pid, self._mark)
         answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         stdout = self._bootstrap.stdout
         threading.Thread(target=lambda: answers.put(stdout.readline()), daemon=True).start()

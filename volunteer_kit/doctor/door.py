@@ -15,6 +15,7 @@ from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
 from volunteer_kit.doctor.proxies import proxies
 from volunteer_kit.doctor.shared_memory import shared_memory
+from volunteer_kit.process_group import stops_as_one
 from volunteer_kit.storage.places import NoHome, adopt_home, expanded, kit_folder
 
 SHORT, LOADING, PEERS = 25.0, 60.0, 90.0  # s that a check may take; importing torch on two busy cores takes 20
@@ -44,6 +45,13 @@ def doctor(
     :param home: where a volunteer's files go; default: $VOLUNTEER_KIT_HOME or ~/.cache/volunteer_kit
     :returns: all findings; taking part can succeed if none is a problem
     """
+    with stops_as_one(say, "the checkup"):
+        return _examine(run, folder, home, say)
+
+
+def _examine(
+    run: str | Path | None, folder: str | Path | None, home: str | Path | None, say: Callable[[str], None]
+) -> list[Finding]:
     surroundings = process.look(home)
     adopt_home(home)
     pending = [

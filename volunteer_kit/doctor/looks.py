@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from volunteer_kit.doctor import verdicts
 from volunteer_kit.doctor.finding import Finding
 from volunteer_kit.packages import lacking, steps, version_of, with_kit_path
-from volunteer_kit.process_group import kill_all
+from volunteer_kit.process_group import kill_all, note_leader
 
 if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
@@ -218,6 +218,7 @@ def probe(words: Sequence[str], within: float) -> dict:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**with_kit_path(os.environ), "HIVEMIND_LOGLEVEL": "CRITICAL"}, start_new_session=True,
     )  # fmt: skip
+    note_leader(process.pid)
     try:
         out, error = process.communicate(timeout=within)
     finally:

@@ -35,6 +35,7 @@ from volunteer_kit.host.settings import (
 from volunteer_kit.host.watch import News, Part, Watch
 from volunteer_kit.host.way_in import make_offer
 from volunteer_kit.host.words import welcome
+from volunteer_kit.process_group import stops_as_one
 from volunteer_kit.storage import write_once, write_whole
 from volunteer_kit.storage.places import adopt_home, keep_others_out
 from volunteer_kit.ways_in import read_offer
@@ -86,7 +87,7 @@ def host_run(
     )  # fmt: skip
     host = Host(run, folder, given, inbox, say)
     try:
-        with _signals(inbox):
+        with _signals(inbox), stops_as_one(say, "the run"):
             host.prepare(identity_path)
             host.keep_up(stopped)
     finally:
@@ -95,12 +96,14 @@ def host_run(
 
 @contextmanager
 def _signals(inbox: queue.SimpleQueue[News], wait: bool = False) -> Iterator[Callable[[], None]]:
-    """SIGINT and SIGTERM become news, from the moment that what is given is called; at once unless `wait`."""
+    """SIGINT, SIGTERM and SIGHUP (unless it is ignored, as under nohup) become news, from the moment that what is given
+    is called; at once unless `wait`."""
     before: dict[int, object] = {}
 
     def listen() -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []
+            for number in (signal.SIGINT, signal.SIGTERM, *hang_up):
                 before[number] = signal.signal(number, lambda *_: inbox.put(News("stop")))
 
     try:

@@ -22,7 +22,7 @@ from volunteer_kit.home import log_end
 from volunteer_kit.host.log import BoundedLog
 from volunteer_kit.packages import EXIT_CODE as LACKS_PACKAGE
 from volunteer_kit.packages import folders_changed, with_kit_path
-from volunteer_kit.process_group import kill_all, wait_for_exit
+from volunteer_kit.process_group import kill_all, note_leader, wait_for_exit
 from volunteer_kit.storage.socket_folders import remove_stale_folders
 
 # environments are listed by `ps e`, and inherited
@@ -227,7 +227,7 @@ class Watch:
         environment = {k: v for k, v in os.environ.items() if self.part.needs_token or k not in SECRETS}
         environment |= dict(self.part.environment)
         environment |= dict(mark.split("=", 1) for mark in (self._mark, own))
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-u", "-m", "volunteer_kit.host.child", *self.part.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -235,6 +235,8 @@ class Watch:
             env=with_kit_path(environment),
             start_new_session=True,
         )
+        note_leader(process.pid, self._mark)  # what the parts start in sessions of their own has it too
+        return process
 
     def _hear(self, process: subprocess.Popen[bytes]) -> None:
         """Its stdout: one line says that it is up, or why it cannot be; all else belongs into the log."""

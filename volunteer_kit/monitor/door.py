@@ -128,7 +128,8 @@ def _keep_up(monitor: Monitor, stop: _Stop, done: Callable[[Monitor], bool]) -> 
 
 
 class _Stop:
-    """SIGTERM and SIGINT; from then on the process has FAREWELL s. Made after all processes were forked.
+    """SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup; from then on the process has FAREWELL s. Made
+    after all processes were forked.
 
     :ivar error: why it ends, if nobody told it to: said when the process is ended by force
     """
@@ -137,7 +138,8 @@ class _Stop:
         self.is_set = False
         self.error: BaseException | None = None
         self._timer: threading.Timer | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []
+        for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
             signal.signal(number, lambda *_: self.set())
 
     def set(self) -> None:

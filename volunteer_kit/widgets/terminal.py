@@ -139,6 +139,8 @@ class _Keys:
             import tty
 
             descriptor = sys.stdin.fileno()
+            if not _is_ours(descriptor):
+                return None
             before = termios.tcgetattr(descriptor)
             tty.setcbreak(descriptor)
         except (ImportError, OSError, ValueError, termios.error):
@@ -148,6 +150,10 @@ class _Keys:
         return keys
 
     def pressed(self, seconds: float) -> list[str]:
+        self._take_hold()
+        if not _is_ours(self._descriptor):
+            time.sleep(seconds)
+            return []
         until = time.monotonic() + seconds
         found: list[str] = []
         while True:
@@ -161,8 +167,27 @@ class _Keys:
                 time.sleep(max(0.0, until - time.monotonic()))
                 return found
 
+    def _take_hold(self) -> None:
+        """Anew after Ctrl-Z: the shell has put the terminal back meanwhile."""
+        import termios
+        import tty
+
+        with contextlib.suppress(termios.error, OSError):
+            if _is_ours(self._descriptor) and termios.tcgetattr(self._descriptor)[3] & termios.ICANON:
+                tty.setcbreak(self._descriptor)
+
     def close(self) -> None:
         import termios
 
+        if not _is_ours(self._descriptor):
+            return
         with contextlib.suppress(termios.error, OSError):
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether this process is in the terminal's foreground: one in the background is stopped when it touches it."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:  # it is not the one that controls this process
+        return True
