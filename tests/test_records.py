@@ -12,8 +12,9 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import P2P, PeerID
 
 from tests.somebody import Somebody, entry, record_of, store_as
+from volunteer_kit import __version__
 from volunteer_kit.swarm.identity import load_private_key, peer_id_of_owner
-from volunteer_kit.swarm.records import PeerBoard, parse_record, peers_key
+from volunteer_kit.swarm.records import PeerBoard, RoundsRecord, parse_record, peers_key
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,8 @@ def test_the_board_through_a_real_dht(peer, people):
     board.publish(record_of(peer.peer_id))
     records = fetch_until(board, lambda records: records)
     assert set(records) == {peer.peer_id}
-    assert records[peer.peer_id] == record_of(peer.peer_id)
+    told = RoundsRecord(kit=__version__)
+    assert records[peer.peer_id] == record_of(peer.peer_id, rounds=told) and records[peer.peer_id].kit == __version__
 
     # a stranger, honest; one with another's peer id; what does not fit the schema; what nobody signed
     dht = DHT(initial_peers=peer.visible_maddrs(), client_mode=True, start=True, startup_timeout=60)

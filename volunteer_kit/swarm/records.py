@@ -16,9 +16,11 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from pydantic.v1 import BaseModel, StrictBool, confloat, conint, constr, root_validator, validator
 
+from volunteer_kit import __version__
 from volunteer_kit.swarm.failures import CAUSES, MOST
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.identity import peer_id_of_owner
+from volunteer_kit.swarm.kits import VERSION
 
 MAX_PEERS = 10_000
 MAX_EPOCH = 2**31
@@ -31,6 +33,7 @@ class RoundsRecord(BaseModel):
     rounds: conint(strict=True, ge=0, le=MOST) = 0
     complete_groups: conint(strict=True, ge=0, le=MOST) = 0
     failed: dict[str, conint(strict=True, ge=0, le=MOST)] = {}
+    kit: constr(strict=True, regex=VERSION) = ""  # the version of the peer's kit; see PeerRecord.kit
 
     @root_validator(pre=True)
     def only_known_fields(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +60,12 @@ class PeerRecord(BaseModel):
     hidden: StrictBool = False  # its name is not for the public
     rounds: RoundsRecord | None = None  # older kits tell none
 
+    @property
+    def kit(self) -> str:
+        """The version of the peer's kit; "": an older one, which tells none. It travels among the rounds: older kits read
+        a record with an unknown field there, and none with an unknown field here."""
+        return self.rounds.kit if self.rounds else ""
+
 
 class PeersSchema(BaseModel):
     peers: dict[BytesWithPublicKey, PeerRecord | None]
@@ -79,11 +88,14 @@ class PeerBoard:
         dht.add_validators([SchemaValidator(PeersSchema, prefix=run_id), signer])
 
     def publish(self, record: PeerRecord | None) -> None:
-        """Store our record (None: we have left) without waiting for the DHT."""
+        """Store our record (None: we have left), with our kit's version, without waiting for the DHT."""
+        value = None if record is None else record.dict()
+        if value is not None:
+            value["rounds"] = {**(value["rounds"] or RoundsRecord().dict()), "kit": __version__}
         self.dht.store(
             peers_key(self.run_id),
             subkey=self._own_subkey,
-            value=None if record is None else record.dict(),
+            value=value,
             expiration_time=get_dht_time() + self.lifetime,
             return_future=True,
         )

@@ -19,6 +19,7 @@ from volunteer_kit.output import say
 from volunteer_kit.swarm.beside import SharedBuffers
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.failures import RoundCounts
+from volunteer_kit.swarm.kits import kit_words
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
@@ -162,10 +163,12 @@ class Member:
     def _mismatch(self, others: Sequence[PeerRecord]) -> str | None:
         if not others or any(record.fingerprint == self.fingerprint for record in others):
             return None
+        another_kit = kit_words(record.kit for record in others)
         return (
             f"The others train {self.config.run_id!r} with another model or other settings (theirs "
             f"{others[0].fingerprint[:8]}, yours {self.fingerprint[:8]}): gradients would not fit.\n"
-            "1. Use the same model, adapters, optimizer, learning rate, schedule, max_steps, max_grad_norm and "
+            + (f"{another_kit}\nIf that is not the cause:\n" if another_kit else "")
+            + "1. Use the same model, adapters, optimizer, learning rate, schedule, max_steps, max_grad_norm and "
             "target_batch_size as they.\n2. Or give yours another run_id."
         )
 
