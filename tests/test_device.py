@@ -19,6 +19,8 @@ from volunteer_kit.device import (
     Workload,
     detect_device,
     has_kernels,
+    memory_kills,
+    memory_limit,
     memory_meter,
     plan_device,
     tuner_for,
@@ -530,6 +532,48 @@ GB = 2**30
 )
 def test_memory_by_container_limit(tmp_path, files, total, free):
     assert usable_memory(write(tmp_path, {"proc/meminfo": MEMINFO, **files})) == (total, free)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit", "kills"),
+    [
+        ({}, None, None),
+        ({"proc/vmstat": "nr_free 1\noom_kill 7\n"}, None, 7),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/box\n",
+                "sys/fs/cgroup/pod/memory.max": f"{4 * GB}",
+                "sys/fs/cgroup/pod/box/memory.max": "max",
+                "sys/fs/cgroup/pod/box/memory.events": "low 0\noom 5\noom_kill 3\noom_group_kill 0\n",
+                "proc/vmstat": "oom_kill 7\n",
+            },
+            4 * GB,
+            3,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/docker/1\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GB}",
+                "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+            },
+            2 * GB,
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+                "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n",
+                "proc/vmstat": "oom_kill 1\n",
+            },
+            None,
+            1,
+        ),
+    ],
+)
+def test_what_a_container_limits_and_whom_the_kernel_has_killed(tmp_path, files, limit, kills):
+    machine = write(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert (memory_limit(machine), memory_kills(machine)) == (limit, kills)
 
 
 def test_memory_where_there_is_no_proc(tmp_path):

@@ -20,6 +20,7 @@ from volunteer_kit.doctor import doctor, looks, verdicts
 from volunteer_kit.doctor.door import host_side
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
+from volunteer_kit.doctor.memory_limit import limit_of_memory
 from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.home import Home
 from volunteer_kit.host.init import Answers, write
@@ -306,3 +307,18 @@ def test_shared_memory_is_compared_with_what_the_run_needs(tmp_path):
     assert (fits.level, fails.level) == ("ok", "problem")
     assert "needs about" in fails.text and "--shm-size=" in fails.way_out
     assert shared_memory(None, None, tmp_path / "nowhere").level == "ok"
+
+
+def test_a_containers_limit_is_compared_with_what_training_needs(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 16000000 kB\n")
+    assert limit_of_memory(None, tmp_path).level == "ok"
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("2000000000\n")
+    assert limit_of_memory(1000, tmp_path).level == "ok"
+    found = limit_of_memory(20_000_000, tmp_path)
+    assert found.level == "problem" and "leaves 2.0 GB; training needs about 2.6" in found.text
+    assert "docker run --memory=4g" in found.way_out
+    (tmp_path / "sys/fs/cgroup/memory.events").write_text("oom_kill 2\n")
+    assert limit_of_memory(1000, tmp_path).level == "warning"

@@ -42,6 +42,10 @@ if "ignore" in life:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("Traceback: a loud crash", file=sys.stderr, flush=True)
 tell("starting", pid=os.getpid(), name=spec["name"], token=spec["hf_token"], children=[child.pid for child in children])
+if "plan" in life:
+    batch = min(spec["most_samples"] or 64, life["plan"])
+    tell("device", device="CPU", batch_size=batch, precision="fp32", threads=1, why="", memory_bytes=3_000_000_000,
+         checkpointing=spec["recompute"])
 if "garbage" in life:
     os.write(1, b"loading shard 3 of 9\n" + b"\xff\xfe\x00\n" + b"[1, 2]\n")
     os.write(1, b'{"event": "unknown"}\n' + b'{"event": []}\n')
@@ -52,6 +56,8 @@ for number, total in enumerate(life.get("totals", ())):
     epoch(number, total)
 if "error" in life:
     tell("error", kind=life.get("kind", "data"), message=life["error"])
+if "counted" in life:
+    open(life["counted"], "w").write("oom 9\noom_kill %d\n" % (born + 1))
 if "exit" in life:
     sys.exit(life["exit"])
 if "kill" in life:
@@ -480,3 +486,48 @@ def test_when_the_supervising_process_ends(make, tmp_path, how):
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def group(folder: Path, limit: int = 2_000_000_000) -> dict:
+    """A machine whose control group has this limit, and the file in which its kills are counted."""
+    inner = folder / "sys/fs/cgroup/box"
+    inner.mkdir(parents=True)
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/cgroup").write_text("0::/box\n")
+    (folder / "proc/meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n")
+    (inner / "memory.max").write_text(f"{limit}\n")
+    (inner / "memory.current").write_text("1\n")
+    (inner / "memory.events").write_text("oom 0\noom_kill 0\n")
+    return {"counted": str(inner / "memory.events"), "kill": int(signal.SIGKILL)}
+
+
+def test_a_worker_that_memory_ran_out_for_comes_back_smaller(make, tmp_path):
+    """It restarted with the same plan, ten times, and named neither limit nor need."""
+    killed = group(tmp_path / "root")
+    supervisor = make({"plan": 4, **killed}, {"plan": 4, "totals": [1]}, root=tmp_path / "root")
+    supervisor.start()
+    events = until(supervisor, "epoch")
+    told = next(event["message"] for event in events if event["event"] == "restarting")
+    assert "leaves it 2.0 GB" in told and "needs about 3.0" in told and "batches of 4" in told
+    assert told.endswith("with a smaller plan.")
+    assert [event["batch_size"] for event in events if event["event"] == "device"] == [4, 2]
+
+
+def test_memory_that_does_not_suffice_for_the_smallest_plan_ends_it(make, tmp_path):
+    killed = {"plan": 4, **group(tmp_path / "root")}
+    supervisor = make(killed, root=tmp_path / "root")
+    supervisor.start()
+    events = the_rest(supervisor)
+    plans = [(event["batch_size"], event["checkpointing"]) for event in events if event["event"] == "device"]
+    assert plans == [(4, False), (2, False), (1, False), (1, True)]
+    message = events[-1]["message"]
+    assert events[-1]["event"] == "gave_up" and "2.0 GB" in message and "about 3.0" in message
+    assert "docker run --memory=4g" in message
+
+
+def test_a_worker_that_somebody_killed_keeps_its_plan(make, tmp_path):
+    group(tmp_path / "root")
+    supervisor = make({"plan": 4, "kill": int(signal.SIGKILL)}, {"plan": 4, "totals": [1]}, root=tmp_path / "root")
+    supervisor.start()
+    events = until(supervisor, "epoch")
+    assert [event["batch_size"] for event in events if event["event"] == "device"] == [4, 4]

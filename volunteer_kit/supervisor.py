@@ -21,7 +21,7 @@ from volunteer_kit.home import cut_log, open_log
 from volunteer_kit.process_group import kill_all, start, wait_for_exit
 from volunteer_kit.storage.socket_folders import remove_stale_folders
 from volunteer_kit.training.protocol import BROKEN, OFFLINE, RENEW, FinishAt, Leave, WorkerSpec, parse_event
-from volunteer_kit.worker_end import WorkerEnd
+from volunteer_kit.worker_end import MemoryWatch, WorkerEnd
 
 Event = dict[str, Any]
 
@@ -46,6 +46,8 @@ class Supervisor:
     :param module: what `python -m` runs.
     :param backoff: s before the first restart; doubles with each crash in a row, up to a minute. A worker of which a
         process has died (exit code BROKEN) is started again at once the first time.
+    :param root: where /proc and /sys are: a worker that the kernel killed for memory is followed by one with a smaller
+        plan, or by none if there is no smaller one
 
     Beside the worker's events (training/protocol.py) it has two of its own: "restarting" (exit_code, delay, restarts,
     message) and "gave_up" (exit_code, restarts, message). The worker has a session of its own, so Ctrl-C reaches the
@@ -64,6 +66,7 @@ class Supervisor:
         max_restarts: int = 10,
         module: str = "volunteer_kit.worker",
         backoff: float = 1.0,
+        root: Path = Path("/"),
     ):
         self.spec, self.log_path, self.module = spec, Path(log_path), module
         self.restart, self.max_restarts, self.backoff = restart, max_restarts, backoff
@@ -85,6 +88,8 @@ class Supervisor:
         self._samples = (0, 0)  # of workers that have ended, of the present one; replaced as a whole
         self._progressed = False  # the present worker took part in an epoch
         self._connected = False  # some worker has met the swarm
+        self._root, self._memory = root, MemoryWatch(root)
+        self._plan: Event = {}  # the present worker's, as last told
 
     # what it is doing -------------------------------------------------------------------------------
 
@@ -201,8 +206,11 @@ class Supervisor:
                     outages += 1
                 else:
                     crashes += 1
-                end = WorkerEnd(self.exit_code, self._error, self._error_kind)
-                if not (self.restart and end.may_be_followed(crashes, self.max_restarts, self._connected)):
+                lack = self._memory.lack(self._plan) if self.exit_code in (-signal.SIGKILL, BROKEN) else None
+                end = WorkerEnd(self.exit_code, self._error, self._error_kind, lack)
+                smaller = lack.smaller(self.spec) if lack is not None and self.spec is not None else self.spec
+                may_follow = end.may_be_followed(crashes, self.max_restarts, self._connected)
+                if not (self.restart and may_follow and smaller is not None):
                     self._tell("gave_up", message=end.why_given_up(crashes, self.log_path))
                     return
                 in_a_row = outages if self.exit_code == OFFLINE else crashes
@@ -210,8 +218,10 @@ class Supervisor:
                 if self.exit_code == BROKEN and in_a_row == 1:
                     delay = 0.0
                 self.restarts += 1
+                self.spec = smaller
                 how = end.in_words()
                 when = f"in {delay:.0f} s" if delay else "at once"
+                when += " with a smaller plan" if lack is not None else ""
                 message = f"{how[0].upper()}{how[1:]}; the worker starts again {when}."
                 self._tell("restarting", delay=delay, message=message)
                 with suppress(queue.Empty):
@@ -229,6 +239,7 @@ class Supervisor:
                 if self._stopping:
                     return False
                 try:
+                    self._memory, self._plan = MemoryWatch(self._root), {}
                     process = start(self.module, mark, without=SECRETS, stderr=log, bufsize=0)
                     self._has_spec = False
                     self._process = process
@@ -288,6 +299,8 @@ class Supervisor:
         if kind in ("epoch", "finished", "left") and type(total) is int:
             before, now = self._samples
             self._samples = (before, max(now, total))
+        if kind in ("device", "plan"):
+            self._plan = {**self._plan, **event}
         self._progressed |= kind == "epoch"
         self._connected |= kind == "state_loaded"
         if kind in ("error", "broken"):

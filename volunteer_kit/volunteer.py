@@ -22,6 +22,7 @@ from volunteer_kit import output, packages
 from volunteer_kit.auth.login import Identity, Login
 from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.companion import Companion, swarm_of_two
+from volunteer_kit.device import least_memory
 from volunteer_kit.home import Home
 from volunteer_kit.process_group import sigterm_as_interrupt, stops_as_one
 from volunteer_kit.run_reader import RunError
@@ -32,6 +33,7 @@ from volunteer_kit.widgets.progress import Progress
 from volunteer_kit.widgets.surface import NOT_STARTED, Declined, Surface, open_surface
 from volunteer_kit.widgets.terms import Terms
 from volunteer_kit.widgets.words import duration, size
+from volunteer_kit.worker_end import too_little_memory
 
 STALE = 15.0  # s without a word from the process that trains
 LOOK_EVERY = 0.2  # s between two looks at the worker's picture
@@ -187,10 +189,13 @@ def _read(
 ):  # fmt: skip
     """The run, and whom to ask first. Raises RunError, DataError or MissingDependency."""
     packages.require("train")
+    from volunteer_kit.run_sizes import parameters_of
     from volunteer_kit.runs import load_run, require_ready, with_data  # brings torch, which takes seconds
 
     config = with_data(load_run(run, **allowed), data)
     require_ready(config, max_mbps=max_mbps)
+    if too_little := too_little_memory(least_memory(parameters_of(config))):
+        raise RunError(too_little)
     peers = peers or [*config.initial_peers]
     if not peers and not new_swarm and config.run_id != "demo":
         raise RunError(

@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,6 +35,7 @@ from volunteer_kit.training.protocol import (
 
 # kinds of trouble: nobody of the swarm, or no authority, answers; the clock is wrong
 MAY_PASS = ("dead_peers", "away", "down", "limit", "clock")
+OOM_SCORE = "500"  # of 1000
 PATIENCE = 45.0  # s for the worker of a kernel that was killed to say goodbye
 
 
@@ -90,6 +93,8 @@ def main() -> int:
     output.keep_up()
     keep_others_out()
     voice, stdin = Voice(), own_stdin()
+    with suppress(OSError):  # where memory runs out, the kernel shall take this process, and not a terminal or a kernel
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     try:  # takes seconds, in which the volunteer may still be reading what it is all about
         from volunteer_kit.auth.process_token import keep_token
         from volunteer_kit.data.errors import DataError

@@ -10,9 +10,18 @@ from pathlib import Path
 
 from volunteer_kit.device.cuda import has_kernels
 from volunteer_kit.device.detect import Device, detect_device
-from volunteer_kit.device.machine import usable_cores, usable_memory
+from volunteer_kit.device.machine import memory_kills, memory_limit, usable_cores, usable_memory
 from volunteer_kit.device.memory import MemoryMeter, memory_meter
-from volunteer_kit.device.plan import MICROBATCH_SECONDS, DevicePlan, largest_batch, plan_device, with_batch_size
+from volunteer_kit.device.plan import (
+    MICROBATCH_SECONDS,
+    DevicePlan,
+    largest_batch,
+    least_memory,
+    memory_needed,
+    plan_device,
+    smaller_plan,
+    with_batch_size,
+)
 from volunteer_kit.device.remembered import Remembered, key_of
 from volunteer_kit.device.table import TABLE, Precision
 from volunteer_kit.device.tuner import Setting, Tuner
@@ -34,8 +43,13 @@ __all__ = [
     "detect_device",
     "has_kernels",
     "largest_batch",
+    "least_memory",
+    "memory_kills",
+    "memory_limit",
     "memory_meter",
+    "memory_needed",
     "plan_device",
+    "smaller_plan",
     "tuner_for",
     "usable_cores",
     "usable_memory",

@@ -42,6 +42,30 @@ def usable_memory(root: Path = Path("/")) -> tuple[int, int]:
     return total, free
 
 
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that a control group (a container, a service, a batch job) leaves this process; None: no less than the
+    machine has."""
+    limits = [
+        limit
+        for folder in _cgroups(root, "memory")
+        for limit in (_numbers(folder / "memory.max", 1) or _numbers(folder / "memory.limit_in_bytes", 1))
+    ]
+    physical = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
+    most = 1024 * int(physical[1]) if physical else math.inf
+    least = min(limits, default=math.inf)
+    return int(least) if least < most else None
+
+
+def memory_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel has killed for a lack of memory, of this process's control group where that counts
+    them, else of the whole machine; None: nobody counts them."""
+    files = [folder / name for folder in _cgroups(root, "memory") for name in ("memory.events", "memory.oom_control")]
+    for file in (*files, root / "proc/vmstat"):
+        if counted := re.search(r"^oom_kill (\d+)$", _text(file), re.MULTILINE):
+            return int(counted[1])
+    return None
+
+
 def _cgroups(root: Path, controller: str) -> list[Path]:
     """Folders of this process's control groups, its own and all above it; version 2 and 1."""
     folders = []

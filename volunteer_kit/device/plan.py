@@ -13,6 +13,8 @@ MICROBATCH_SECONDS = 2.0  # longer ones delay leaving and overshoot the epoch; s
 SHARE_OF_TARGET = 1 / 8  # of the swarm's samples an epoch, in one microbatch at most: half of one overshoots it
 SAFE_SHARE = 0.8  # of the free memory; the rest is for fragments and for what other programs take
 BUSY_TOKENS = 2048  # in a microbatch keep a device busy; to recompute activations for more of them gains nothing
+BASE_MEMORY = 1.5e9  # bytes; Python, torch and hivemind's processes, measured with the demo's model
+BYTES_PER_PARAMETER = 55  # all processes of a peer; benchmarks/full_size.py: 8.2 GB for 125.9 M
 IN_USE = 0.6  # of the memory free on the emptiest card; an equal one with less is somebody else's
 
 
@@ -181,6 +183,35 @@ def _parts_words(parts: int) -> str:
 
 def _power_of_two(limit: float) -> int:
     return 2 ** int(math.log2(limit)) if limit >= 1 else 1
+
+
+def smaller_plan(plan: DevicePlan, most: int, checkpointing: bool) -> DevicePlan:
+    """The plan after memory ran out. The reasons say so.
+
+    :param most: samples in a microbatch, 1 or more
+    :param checkpointing: recompute activations in any case
+    """
+    batch = max(plan.count, min(plan.batch_size, most))
+    recomputes = plan.checkpointing or checkpointing
+    how = f"batches of {batch}" + (", recomputing activations" if recomputes else "")
+    return replace(plan, batch_size=batch, checkpointing=recomputes, why=f"{plan.why}; {how}: memory is short")
+
+
+def least_memory(parameters: int) -> float:
+    """Bytes of RAM, about, that all processes of a peer take beside what its batches take."""
+    return BASE_MEMORY + BYTES_PER_PARAMETER * parameters
+
+
+def memory_needed(work: Workload, kind: str, precision: Precision, batch_size: int, checkpointing: bool) -> float:
+    """Bytes of RAM, about, that all processes of a peer take with this plan; on a GPU or TPU the activations take none.
+
+    :param kind: the device's
+    """
+    fixed = least_memory(work.parameters)
+    if kind != "cpu":
+        return fixed
+    one = work.sample_bytes(precision, checkpointing)
+    return fixed + work.layer_bytes(precision, checkpointing) + batch_size * one
 
 
 _TOO_SMALL = (

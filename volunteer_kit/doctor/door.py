@@ -13,6 +13,7 @@ from volunteer_kit import output
 from volunteer_kit.doctor import locks, looks, process, verdicts
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
+from volunteer_kit.doctor.memory_limit import limit_of_memory
 from volunteer_kit.doctor.proxies import proxies
 from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.process_group import stops_as_one
@@ -146,6 +147,7 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
     clocks = [config.authority.url] if has_authority and config.authority.url != NOWHERE else []
     return [
         Look("memory", SHORT, lambda: looks.memory(parameters)),
+        Look("memory limit", SHORT, lambda: limit_of_memory(parameters)),
         Look("shared memory", LOADING, lambda: shared_memory(parameters, state)),
         Look("disk", SHORT, lambda: looks.disk(home, state)),
         Look("locks", SHORT, lambda: locks.look(home)),

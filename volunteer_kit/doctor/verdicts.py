@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from volunteer_kit.device.plan import least_memory
 from volunteer_kit.doctor.finding import Finding
 from volunteer_kit.packages import Lack
 
 GB = 1e9
-BASE_MEMORY = 1.5 * GB  # Python, torch and hivemind's processes, measured with the demo's model
-BYTES_PER_PARAMETER = 55  # all processes of a peer; benchmarks/full_size.py: 8.2 GB for 125.9 M
 CHECKPOINTS = 3  # kept at a time, and one that is being written
 CLOCK_LIMIT = 3.0  # s; hivemind refuses records of who is further off
 CERTIFICATE_SOON = 14.0  # days
@@ -64,7 +63,7 @@ def device(name: str, kind: str, free_gb: float, problems: Sequence[str]) -> Fin
 
 def memory(total: float, free: float, parameters: int | None) -> Finding:
     """Bytes of RAM that this process may have. :param parameters: of the run's model; None: no run was given"""
-    need = BASE_MEMORY + BYTES_PER_PARAMETER * (parameters or 0)
+    need = least_memory(parameters or 0)
     text = f"{free / GB:.1f} of {total / GB:.1f} GB free; training needs about {need / GB:.1f}"
     if total < need:
         return Finding("memory", "problem", text, "Use a machine with more memory, or join a smaller run.")

@@ -35,7 +35,7 @@ from volunteer_kit.session.tell import Tell
 from volunteer_kit.session.trust import Among
 from volunteer_kit.session.verification import Verification
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.identity import ensure_identity
+from volunteer_kit.swarm.identity import ensure_identity, give_up_key
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
@@ -248,7 +248,8 @@ class Session:
                 raise SentAway(self.membership.why)
             if self.lookout.must_dial_anew and not orders.leave.is_set():
                 raise SwarmError(self.lookout.why_anew or "The line was dead.", kind="dead_peers")
-            stops_early = orders.leave.is_set() or tell.wants_renewal
+            renews = tell.wants_renewal or self.lookout.waits_in_vain_with_key
+            stops_early = orders.leave.is_set() or renews
             if not stops_early:
                 self._reach(orders.finish_at)
             self.optimizer.settle(patience=0.0 if stops_early else FINISH_PATIENCE)
@@ -257,7 +258,9 @@ class Session:
             self.optimizer.uncertain_steps.leaving()
             self.tally.end(self.optimizer.uncertain_steps.kept_until())
         path = saver.save(self.optimizer) if saver and self.optimizer.local_epoch > 0 else None
-        if tell.wants_renewal and not orders.leave.is_set():
+        if self.lookout.must_change_key:
+            give_up_key(self.membership.identity_path)
+        if renews and not orders.leave.is_set():
             self.emit("renewing", message=self.lookout.why_renew)
             raise Renew
         if not orders.leave.is_set():
@@ -274,7 +277,10 @@ class Session:
     def _should_stop(self, orders: Orders, tell: Tell) -> bool:
         sent_away = self.membership.refused.is_set()
         ends_here = orders.leave.is_set() or self._has_finished(orders)
-        return ends_here or sent_away or tell.wants_renewal or self.lookout.must_dial_anew
+        return ends_here or sent_away or tell.wants_renewal or self._must_begin_anew()
+
+    def _must_begin_anew(self) -> bool:
+        return self.lookout.must_dial_anew or self.lookout.waits_in_vain_with_key
 
     def _has_finished(self, orders: Orders) -> bool:
         """At the last epoch ourselves, or left behind by those who are: then their state is what we need."""

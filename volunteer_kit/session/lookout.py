@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from volunteer_kit.swarm.same_key import KeyWatch, Sharing
+
 if TYPE_CHECKING:
     from volunteer_kit.session import Session
 
@@ -23,6 +26,7 @@ SWARM_EVERY = 15.0  # s between looks at the others' records, as often as they w
 MEMORY_EVERY = 30.0  # s; adding it up takes a tenth of a second
 SETTLED_AFTER = 300.0  # s from which on memory should no longer grow
 RENEW_AFTER = 1800.0  # s that a process lives at least, or its memory is not what grows
+LAST_STEP = 60.0  # s for the step under way, before a machine whose key another one has begins afresh
 MAX_TROUBLES = 20  # different ones that are logged
 GROWTH, SLACK_GB = 1.5, 0.5  # times what it was when it had settled, and this more
 
@@ -32,11 +36,16 @@ class Lookout:
 
     `must_dial_anew`: the line is dead, and has been for so long that the peer may not find back by itself; or its
     records were dated by a wrong clock, which is right again. `why_anew`: which of these, in words.
+    `must_change_key`: another machine was here before under our key, and it was told to go.
     `why_renew`: the reason why the process should begin afresh between two global steps, "" while there is none.
     """
 
     def __init__(self, session: Session):
-        self.why_renew, self.why_anew, self.must_dial_anew = "", "", False
+        self.why_renew, self.why_anew = "", ""
+        self.must_dial_anew = self.must_change_key = False
+        self._key = KeyWatch(session.peer.dht, session.run.run_id, session.peer.peer_id)
+        self._told_of_key = False
+        self._shared_since = math.inf  # time.monotonic(): since then another machine has our key
         self._session = session
         self._trains_since: float | None = None  # before, its memory says nothing about training
         self._swarm_at = self._memory_at = float("-inf")
@@ -70,6 +79,7 @@ class Lookout:
                 self._counts = self._session.tally.totals.samples > 0
                 self._swarm_at = now
                 self._look(self._look_at_the_others)
+                self._look(self._look_at_the_key)
             self._stop.wait(LOOK_EVERY)
 
     def _look(self, look: Callable[..., None], *args: float) -> None:
@@ -135,6 +145,30 @@ class Lookout:
                 session.home.save_stay(session.run.fingerprint)
                 if known := session.optimizer.reach.known_peers():
                     session.home.save_known_peers(known)
+
+    @property
+    def waits_in_vain_with_key(self) -> bool:
+        """A step should have ended by now, after which we could have begun afresh under another key."""
+        return time.monotonic() - self._shared_since > LAST_STEP
+
+    def _look_at_the_key(self) -> None:
+        sharing = self._key.look()
+        if sharing is Sharing.ALONE:
+            return
+        if sharing is Sharing.LATER and not self.must_change_key:
+            self.must_change_key, self._shared_since = True, time.monotonic()
+            self.why_renew = self.why_renew or (
+                "Another machine takes part under the key of this one, and was here before: a folder was copied, or a "
+                "machine cloned. This machine takes a key of its own after this step. What it gave stays counted."
+            )
+            self._session.emit("warning", kind="identity", message=self.why_renew)
+        elif sharing is Sharing.FIRST and not self._told_of_key:
+            self._told_of_key = True
+            message = (
+                "Another machine takes part under the key of this one: a folder was copied, or a machine cloned. It "
+                "came later, and takes a key of its own; nothing has to be done here."
+            )
+            self._session.emit("warning", kind="identity", message=message)
 
     def _look_at_memory(self, age: float) -> None:
         held = memory_gb()

@@ -72,6 +72,21 @@ def ensure_identity(
         ) from e
 
 
+def give_up_key(identity_path: str | Path) -> Path | None:
+    """Another machine has this key: keep the file beside, so that the next start makes a new one. :returns: where it
+    is; None if it cannot be moved, and nothing changes."""
+    path = Path(identity_path)
+    for number in range(1, 100):
+        place = path.with_name(f"{path.name}.shared" + (f"-{number}" if number > 1 else ""))
+        if not place.exists():
+            try:
+                path.rename(place)
+            except OSError:
+                return None
+            return place
+    return None
+
+
 def is_peer_id(name: object) -> bool:
     """Of an RSA key, as all of ours are: a SHA-256 multihash."""
     return isinstance(name, bytes) and len(name) == PEER_ID_BYTES and name[:2] == b"\x12\x20"

@@ -62,8 +62,8 @@ class PeerRecord(BaseModel):
 
     @property
     def kit(self) -> str:
-        """The version of the peer's kit; "": an older one, which tells none. It travels among the rounds: older kits read
-        a record with an unknown field there, and none with an unknown field here."""
+        """The version of the peer's kit; "": an older one, which tells none. It travels among the rounds, where older
+        kits accept a field that they do not know; here they would refuse the record."""
         return self.rounds.kit if self.rounds else ""
 
 

@@ -37,6 +37,8 @@ class WorkerSpec(BaseModel):
     home: str | None = None  # a folder (home.py): what a restart goes on from
     resume: bool = True  # start from the newest good checkpoint in checkpoint_dir, if there is one
     batch_size: int | None = None  # microbatch; None: the device plan's
+    most_samples: int | None = Field(None, ge=1)  # in a microbatch, whoever chooses: memory ran out with more
+    recompute: bool = False  # activations in any case: memory ran out without
     threads: int | None = None  # CPU threads for torch; None: the device plan's
     peers_on_machine: int = 1  # volunteers that share this machine's cores and memory
     max_mbps: float | None = Field(None, gt=0)  # Mbit/s, each way
@@ -72,6 +74,7 @@ def parse_command(line: str | bytes) -> FinishAt | Leave:
 # event -> the fields it carries beside "event" and "time" (s since the Unix epoch)
 EVENTS: dict[str, tuple[str, ...]] = {
     "starting": ("pid", "name"),
+    # also: `checkpointing`, and `memory_bytes` that training needs about
     "device": ("device", "batch_size", "precision", "threads", "why"),
     "plan": ("batch_size", "checkpointing", "why"),  # the tuner has settled, or had to think again
     "waiting": ("reason", "seconds"),  # for what passes by itself, before it can connect; it asks again in so long

@@ -1,0 +1,89 @@
+"""One key on two machines: a cloned machine, a copied folder, a container's image with a key in it.
+
+Both are the same peer to all others. Each reads its own records only, so they never meet, and each believes that it
+trains alone. So each program that runs under a key signs a record of itself, under the key's own name, and looks what
+stands there before it writes its own: a record that it has not written is another program's. Nobody else can write
+there, for a record is signed with the key, and its expiration too: an old one cannot be shown again.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections import deque
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from hivemind.dht import DHT
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration, get_dht_time
+
+LIFETIME = 60.0  # s that a record stays
+ID_SIZE = 8  # bytes
+SKEW = 8.0  # s; clocks may differ by 3 each way, and a program that has just ended may have written in its last second
+REMEMBERED = 64  # of our own records, more than LIFETIME has
+
+
+class Instance(NamedTuple):
+    """One program that runs under a key."""
+
+    id: bytes  # drawn at its start
+    started: float  # DHT time
+    written: float  # DHT time of this record
+
+
+class Sharing(enum.Enum):
+    """How a program stands to others that run under its key."""
+
+    ALONE = "alone"
+    FIRST = "first"  # another one came later
+    LATER = "later"  # another one was here before
+
+
+def judge(own: Instance, found: Instance | None, wrote: Collection[float]) -> Sharing:
+    """:param found: what stands under the key
+    :param wrote: `written` of our own records"""
+    if found is None or (found.id == own.id and found.written in wrote):
+        return Sharing.ALONE
+    if found.id == own.id:  # a machine that was cloned while we ran: neither was here before the other
+        return Sharing.LATER
+    if found.written <= own.started + SKEW:  # it ended when we began: the program before us on this machine
+        return Sharing.ALONE
+    return Sharing.FIRST if (own.started, own.id) < (found.started, found.id) else Sharing.LATER
+
+
+def read_instance(value: Any) -> Instance | None:
+    """What a record says; None for what is none."""
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return None
+    name, started, written = value
+    if not isinstance(name, bytes) or len(name) != ID_SIZE or type(started) is not float or type(written) is not float:
+        return None
+    return Instance(name, started, written)
+
+
+class KeyWatch:
+    """Tells others under this peer's key that we are here, and finds out whether there are any.
+
+    :param dht: whose records are signed with the key, and checked (PeerBoard adds that)
+    """
+
+    def __init__(self, dht: DHT, run_id: str, peer_id: PeerID):
+        self._dht, self._key = dht, f"same_key.{run_id}.{peer_id}"
+        self._subkey = RSASignatureValidator().local_public_key
+        self._id, self._started = secrets.token_bytes(ID_SIZE), get_dht_time()
+        self._wrote: deque[float] = deque(maxlen=REMEMBERED)
+
+    def look(self) -> Sharing:
+        """Waits for the DHT. To be called several times in LIFETIME."""
+        found = self._dht.get(self._key, latest=True)
+        entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        entry = entries.get(self._subkey)
+        now = get_dht_time()
+        own = Instance(self._id, self._started, now)
+        standing = read_instance(entry.value) if isinstance(entry, ValueWithExpiration) else None
+        sharing = judge(own, standing, self._wrote)
+        self._wrote.append(now)
+        self._dht.store(self._key, [*own], now + LIFETIME, subkey=self._subkey, return_future=True)
+        return sharing
