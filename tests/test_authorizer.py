@@ -318,20 +318,22 @@ def test_an_authority_that_is_away_is_the_cause_once_the_token_has_ended(authori
     assert anna.authorizer.why_no_token() is None and told.empty(), "once in a row of vain questions"
 
 
-def test_a_clock_that_goes_back_asks_for_a_token_that_the_others_believe(authority, volunteer, monkeypatch):
-    """The one in hand would last an hour, and no token may."""
+def test_a_clock_that_goes_back_is_told_by_the_authority_and_ends_no_stay(hub, volunteer, monkeypatch, tmp_path):
+    """The token in hand would last an hour, and no token may: it is asked long before it is due."""
     monkeypatch.setattr(module, "LOOK_EVERY", 0.05)
-    behind = [0.0]
+    behind, authority = [0.0], make_authority(tmp_path / "long")
     with served(authority) as url:
-        anna = volunteer(url, clock=lambda: time.time() - behind[0])
+        anna = volunteer(url, authority.trust, clock=lambda: time.time() - behind[0])
         anna.authorizer.join()
-        anna.authorizer._due = float("inf")
         anna.authorizer.start()
         behind[0] = 3600.0
         deadline = time.monotonic() + SOON
         while anna.authorizer.trouble is None and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert anna.authorizer.trouble.kind == "clock" and not anna.authorizer.trouble.is_final and anna.refused.empty()
+        trouble = anna.authorizer.trouble
+        assert trouble.kind == "clock" and not trouble.is_final and anna.refused.empty()
+        anna.authorizer.stop(SOON)
+    authority.storage.close()
 
 
 def test_an_answer_without_end_is_not_read_to_the_end(authority, volunteer, liar, monkeypatch):

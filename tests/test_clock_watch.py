@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+import re
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.local_swarm import local_swarm
-from volunteer_kit.swarm.clock_watch import ClockWatch, in_words
+from volunteer_kit.doctor.steady_clock import steady_clock, verdict
+from volunteer_kit.session.lookout import Lookout
+from volunteer_kit.swarm.clock_watch import SET_CLOCK, ClockWatch, in_words
 from volunteer_kit.swarm.reach import NOBODY, Look, Reach
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -186,3 +192,52 @@ def test_a_peer_whose_clock_jumps_says_so_takes_no_step_and_goes_on(tmp_path):
             met = lost.wait_epoch(others + 3, group_size=3)
             between = [e for e in lost.said() if e["event"] == "epoch" and cut["epoch"] + 1 < e["epoch"] < met["epoch"]]
             assert all(e["group_size"] > 1 for e in between), lost.story()
+
+
+@pytest.mark.parametrize(
+    ("silent_for", "waits_for_itself", "why_afresh", "anew"),
+    [
+        (0.0, False, "", False),
+        (200.0, False, "", True),  # the line has been dead for long
+        (200.0, True, "", False),  # a clock that is wrong, or no token: a new start mends neither
+        (0.0, False, "The clock is right again.", True),
+    ],
+)
+def test_the_worker_begins_anew_only_where_that_mends_something(
+    monkeypatch, silent_for, waits_for_itself, why_afresh, anew
+):
+    monkeypatch.setattr("volunteer_kit.session.lookout.LOOK_EVERY", 0.01)
+    told: queue.Queue[dict] = queue.Queue()
+    reach = SimpleNamespace(waits_for_itself=waits_for_itself, why_afresh=why_afresh)
+    optimizer = SimpleNamespace(
+        traffic=lambda: (0, 0), cut_off="the clock", cut_off_for=silent_for, states_asked_in_vain=0, reach=reach
+    )
+    session = SimpleNamespace(
+        optimizer=optimizer, trainer=object(), home=None, emit=lambda event, **fields: told.put({"event": event}),
+        tally=SimpleNamespace(totals=SimpleNamespace(samples=0)),
+    )  # fmt: skip
+    lookout = Lookout(session)
+    while told.get(timeout=60)["event"] != "cut_off":
+        pass
+    lookout.close()
+    assert lookout.must_dial_anew is anew and bool(lookout.why_anew) is anew
+
+
+def test_the_doctor_says_whether_the_clock_goes_steadily(clocks):
+    assert steady_clock()().level == "ok"
+    watch = clocks.watch()
+    clocks.wall -= HOUR
+    found = verdict(watch.look(), watch.woke, SET_CLOCK)
+    assert found.level == "problem" and "jumped back by 1 h" in found.text and "set-ntp true" in found.way_out
+    clocks.wall += HOUR
+    clocks.sleep(HOUR)
+    assert verdict(watch.look(), watch.woke, SET_CLOCK).level == "warning"
+
+
+def test_every_time_that_is_printed_has_its_zone():
+    """A time without one is another time elsewhere."""
+    root = Path(__file__).parents[1] / "volunteer_kit"
+    places = [(path.name, line) for path in root.rglob("*.py") for line in path.read_text().splitlines()]
+    printed = [(name, line) for name, line in places if re.search(r"%H:%M|strftime|ctime\(|localtime\(", line)]
+    bare = [(name, line.strip()) for name, line in printed if not re.search(r"UTC|%z|%Z|%SZ", line)]
+    assert len(printed) >= 5 and not bare

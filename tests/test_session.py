@@ -61,7 +61,7 @@ class Swarm:
     def __init__(self, join=lambda swarm: True):
         self.state_averager = SimpleNamespace(abandon_statistics=(abandoned := threading.Event()).set)
         self.abandoned, self._join = abandoned, join
-        self.reach = SimpleNamespace(known_peers=lambda: [])
+        self.reach = SimpleNamespace(known_peers=lambda: [], waits_for_itself=False, why_afresh="")
         self.uncertain_steps = SimpleNamespace(kept_until=lambda: None, leaving=lambda: None)
 
     def traffic(self):

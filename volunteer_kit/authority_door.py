@@ -96,7 +96,7 @@ def rotate_key(
     place = Path(folder) if folder else Path(f"{config.run_id}-host")
     keys = _open_keys(config.run_id, _require_authority(config), place / "keys")
     certificate = keys.rotate("authority").certificate
-    until = time.strftime("%Y-%m-%d", time.gmtime(certificate.not_after))
+    until = time.strftime("%Y-%m-%d (UTC)", time.gmtime(certificate.not_after))
     say(f"The authority of {config.run_id} signs with a new key from now on; it is renewed by itself before {until}.")
 
 

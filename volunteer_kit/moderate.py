@@ -122,7 +122,7 @@ def _table(rows: list[tuple[str, ...]], nothing: str, say: Say) -> None:
 
 
 def _moment(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
 
 
 def _ago(at: float | None) -> str:

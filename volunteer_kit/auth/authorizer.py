@@ -188,7 +188,9 @@ class Authorizer:
         self.trouble = refused or self.trouble
         if refused and self._failures == 1:
             left = max(0.0, self.token.expires_at - self._clock()) if self.token else 0.0
-            text = f"{refused.first_line} The access token in hand is good for {left / 60:.0f} min more; asking on."
+            is_known = refused.kind != "clock" and left <= MAX_LIFETIME
+            good = f"is good for {left / 60:.0f} min more" if is_known else "holds until it ends"
+            text = f"{refused.first_line} The access token in hand {good}; asking on."
             _log.warning(text)
             self._on_trouble(text)
         # jitter: when an authority comes back, its volunteers must not all knock in the same second

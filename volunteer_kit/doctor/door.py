@@ -16,6 +16,7 @@ from volunteer_kit.doctor.looks import Look
 from volunteer_kit.doctor.memory_limit import limit_of_memory
 from volunteer_kit.doctor.proxies import proxies
 from volunteer_kit.doctor.shared_memory import shared_memory
+from volunteer_kit.doctor.steady_clock import steady_clock
 from volunteer_kit.process_group import stops_as_one
 from volunteer_kit.storage.places import NoHome, adopt_home, expanded, kit_folder
 
@@ -55,6 +56,7 @@ def _examine(
 ) -> list[Finding]:
     surroundings = process.look(home)
     adopt_home(home)
+    is_steady = steady_clock()
     pending = [
         Look("device", LOADING, lambda: looks.device(LOADING - 1)),
         Look("open files", SHORT, looks.open_files),
@@ -78,6 +80,7 @@ def _examine(
     if run is not None:
         is_host = host is not None or (config is None and folder is not None)
         findings.append(Look("host packages", SHORT, lambda: looks.host_packages(is_host)).finding())
+    findings.append(is_steady())
     for line in report(findings):
         say(line)
     return findings

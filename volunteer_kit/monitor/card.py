@@ -124,7 +124,7 @@ def _use(config: RunConfig, repo: str, offer: Offer | None) -> str:
 
 
 def _how(config: RunConfig, epoch: int | None, history: Sequence[Mapping[str, Any]], now: float | None) -> str:
-    optimizer, day = config.optimizer, time.strftime("%Y-%m-%d", time.gmtime(now))
+    optimizer, day = config.optimizer, time.strftime("%Y-%m-%d (UTC)", time.gmtime(now))
     rows = [
         ("Parameters", f"{parameters_of(config):,}"),
         *(fine_tune_card.rows(config.model) if isinstance(config, FineTuneConfig) else _sizes(config)),

@@ -26,7 +26,7 @@
       const time = Number(each.dataset.time), age = now - time;
       const told = age < 5 ? "just now" : `${duration(age)} ago`;
       if (each.textContent !== told) each.textContent = told;
-      if (!each.title) each.title = new Date(1000 * time).toLocaleString();
+      if (!each.title) each.title = new Date(1000 * time).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "long" });
     }
   }
 
