@@ -164,6 +164,37 @@ def test_a_member_that_vanishes_is_given_up_after_its_time():
         assert runners[i].failed_reducers == [runners[2].peer_id]
 
 
+class TakesNothingIn(SwarmAllReduce):
+    """It sends its parts, and answers all that others send with an error: hivemind's tests call it FAIL_REDUCING."""
+
+    async def rpc_aggregate_part(self, stream, context):
+        yield averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
+
+
+@pytest.mark.parametrize("with_zeros", [False, True])
+@pytest.mark.parametrize("fractions", [None, [0.25, 0, 0.25, 0.25, 0.25], [0.5, 0.5], [0.3, 0.3, 0.4]])
+def test_a_reducer_that_takes_nothing_in_is_not_asked_for_its_own_values(fractions, with_zeros):
+    """Two of them in a group, where it has room. Each would give its own values for the average of its slice, late and
+    to all, and the round would count as complete."""
+    count = len(fractions or range(5))
+    broken = [0, 1] if count == 5 else [0]
+    tensors = [make_tensors(seed) for seed in range(count)]
+    kinds = dict.fromkeys(broken, TakesNothingIn)
+    options = dict(kinds=kinds, fractions=fractions, lost_parts_are_zero=with_zeros, timeout=0.3)
+    runners, results = average(lambda: make_group(tensors, **options))
+    mean = honest_mean(tensors, range(count))
+    for i, (runner, result) in enumerate(zip(runners, results, strict=True)):
+        averaged = (flat(result) - mean).abs() < 1e-6
+        kept = flat(result) == (torch.zeros(()) if with_zeros and (count > 2 or i > 0) else flat(tensors[i]))
+        assert (averaged | kept).all() and 0.1 < kept.float().mean() < 0.7
+        assert runner.lost or runner.missing, "it is told"
+        if count > 2 or i > 0:
+            assert runner.received < 1 and runners[0].peer_id in runner.missing
+            assert set(runner.missing) == set(runners[-1].missing)
+    if with_zeros and count > 2:
+        assert_equal_bytes(results)
+
+
 def test_with_zeros_for_what_is_lost_the_others_stay_equal():
     """With each member's own values there, a kill would set all survivors apart from each other."""
     tensors = [make_tensors(seed) for seed in range(3)]

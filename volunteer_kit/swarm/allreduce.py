@@ -183,6 +183,13 @@ class SwarmAllReduce(AwaitedAnswers):
         """Of a member that is out of step nothing counts, and it may have been at its epoch for long."""
         return self.max_weight, None if sender in self.out_of_step else self.weight_limit(sender)
 
+    @property
+    def _is_unheard(self) -> bool:
+        """Of several others none has sent us anything: it is our own line, or program, that takes nothing in. A group
+        of two is no evidence: the other may have died."""
+        others = set(self.sender_peer_ids) - {self.peer_id}
+        return len(others) > 1 and not others & self.active_senders
+
     async def _reduce_own_parts(self) -> None:
         peer_index, sender = self.ordered_peer_ids.index(self.peer_id), self.sender_peer_ids.index(self.peer_id)
         for part_index, part in enumerate(self.parts_for_local_averaging):
@@ -199,6 +206,8 @@ class SwarmAllReduce(AwaitedAnswers):
                 average, answer = await self.tensor_part_reducer.accumulate_part(
                     sender, part_index, counted, self.weight
                 )
+            if self._is_unheard:
+                raise AllreduceException("nobody else's parts have reached us: ours alone are no average")
             self.answers.note(peer_index, answer)
             self.tensor_part_container.register_processed_part(peer_index, part_index, average)
 

@@ -77,11 +77,21 @@ class AwaitedAnswers(AllReduceRunner):
             self.answers.end(place)
             if peer_id != self.peer_id:
                 await self._settle_lost_answers(place, e)
+            elif isinstance(e, Exception):
+                self._settle_lost_slice(place)
             raise
         finally:
             if peer_id == self.peer_id:
                 self.answers.entered = self.tensor_part_reducer.parts_given(self.sender_peer_ids)
             self.answers.end(place)
+
+    def _settle_lost_slice(self, place: int) -> None:
+        """Our own reducer has no average: all go without, we as well."""
+        self.failed_reducers.append(self.peer_id)
+        self.lost_places.append(range(self._places[place][0], self._places[place][-1]))
+        if not self.tensor_part_container.finished.is_set():
+            self.missing.append(self.peer_id)
+            self.tensor_part_container.register_failed_reducer(place)
 
     async def _settle_lost_answers(self, reducer: int, error: BaseException) -> None:
         """It has not answered all: what others have of it, and zeros or our own for the rest."""
@@ -123,6 +133,8 @@ class AwaitedAnswers(AllReduceRunner):
             await self.traffic.receive(len(message.buffer))
             average = await asyncio.to_thread(read_values, message, shapes[have], self.codec)
             check_average(average, shapes[have], self.ordered_peer_ids[reducer])
+            if asking.entered == 0 and len(self.sender_peer_ids) == 2:
+                raise AllreduceException("of two members' parts one's alone are no average")
             if not container.finished.is_set():
                 container.register_processed_part(reducer, have, average)
                 self.answers.note(reducer, message)
