@@ -67,7 +67,8 @@ def main() -> None:
     member.keep(peer)
     questions = Questions(peer)
     orders.follow(questions.answer)
-    say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
+    how = {"client_mode": peer.client_mode, "why": peer.why_client_mode}
+    say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id), **how)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
     truth = torch.randn(DIM_IN, DIM_OUT)

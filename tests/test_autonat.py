@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
+from benchmarks.netlab import NoNetlab
+from benchmarks.reachability_parts.cells import CELLS
+from benchmarks.reachability_parts.dialling import look
 from tests.local_swarm import ROOT
 from tests.network import Network, network
-from volunteer_kit.doctor import autonat
 from volunteer_kit.process_group import kill_all
+from volunteer_kit.swarm import autonat
 
 
 def response(status: int, address: str | None = None) -> bytes:
@@ -64,7 +68,7 @@ asyncio.run(main())
 CLOSED = """
 import asyncio, sys
 from hivemind.p2p import P2P, PeerID
-from volunteer_kit.doctor.autonat import call_back
+from volunteer_kit.swarm.autonat import call_back
 
 async def main():  # it listens where nobody can call
     p2p = await P2P.create(initial_peers=sys.argv[1:], host_maddrs=["/ip4/127.0.0.1/tcp/4002"], startup_timeout=60)
@@ -95,10 +99,24 @@ def test_another_peer_says_whether_it_can_call_this_machine(monkeypatch):
                 )  # fmt: skip
                 return done.stdout.splitlines()[-1]
 
-            found = json.loads(ask("-m", "volunteer_kit.doctor.probe", "peer", "0"))
+            found = json.loads(ask("-m", "volunteer_kit.doctor.probe", "peer", "0", "may_ask"))
             assert found["results"] == {address: ""} and not found["client_mode"]
-            assert found["answer"] == "reached" and found["address"].startswith("/ip4/45.77.0.2/tcp/")
+            assert found["answers"] == {"IPv4": "reached"}
+            assert found["situation"] == "a machine with a public IPv4 address"
             assert ask("-c", CLOSED) == "not reached"
         finally:
             kill_all(server.pid)
             server.wait()
+
+
+@pytest.mark.slow
+def test_machines_on_all_kinds_of_lines_find_out_and_meet():
+    """A dual-stack home, two homes and a host, local names, IPv6 only, a carrier-grade NAT, a firewall."""
+    with ThreadPoolExecutor(len(CELLS)) as pool:
+        try:
+            looks = list(pool.map(look, CELLS))
+        except NoNetlab as e:
+            pytest.skip(str(e))
+    for cell, found in zip(CELLS, looks, strict=True):
+        assert found.client_modes == tuple(house.client_mode for house in cell.houses), (cell.name, found)
+        assert found.meets, (cell.name, found)

@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import hivemind.dht.protocol as dht_protocol
 import psutil
 import pytest
 
+from volunteer_kit.swarm.dial_back import whom_to_ask
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.peer import (
     PeerConfig,
@@ -23,6 +25,7 @@ from volunteer_kit.swarm.peer import (
     raise_file_limit,
     start_peer,
 )
+from volunteer_kit.swarm.reachability import by_addresses, by_answers, find_places, look_at_machine, resolve
 from volunteer_kit.swarm.shared_memory import (
     MB,
     explain_full,
@@ -37,6 +40,11 @@ LOCAL_PEER = f"/ip4/127.0.0.1/tcp/4001/p2p/{SOME_ID}"
 LAN_PEER = f"/ip4/192.168.1.7/tcp/4001/p2p/{SOME_ID}"
 PUBLIC_PEER = f"/ip4/8.8.8.8/tcp/4001/p2p/{SOME_ID}"
 NAMED_PEER = f"/dns4/run.example.org/tcp/4001/p2p/{SOME_ID}"
+PUBLIC_PEER_6 = f"/ip6/2a01:4f8::1/tcp/4001/p2p/{SOME_ID}"
+OTHER_ID = "QmcHTBbhc2W3zm6nRCXdLbubuy8mDeXgorNjBAbTu7yeq5"
+OTHER_PUBLIC_PEER = f"/ip4/8.8.4.4/tcp/4001/p2p/{OTHER_ID}"
+IP4, IP6 = ["/ip4/0.0.0.0/tcp/0"], ["/ip6/::/tcp/0"]
+HOME, GLOBAL_6, OWN_6 = "192.168.1.20", "2a02:8109:9c80::20", "fd12::20"
 
 
 # --- can others reach us? ---
@@ -65,18 +73,166 @@ NAMED_PEER = f"/dns4/run.example.org/tcp/4001/p2p/{SOME_ID}"
     ],
 )
 def test_decide_client_mode(monkeypatch, config, own_address, client_mode, words):
-    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
-    card = psutil._common.snicaddr if hasattr(psutil._common, "snicaddr") else psutil._ntuples.snicaddr
-    addresses = {
-        "lo": [card(socket.AF_INET, "127.0.0.1", None, None, None)],
-        "eth0": [
-            card(family, own_address, None, None, None),
-            card(psutil.AF_LINK, "02:42:ac:11:00:02", None, None, None),
-        ],
-    }
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    live_at(monkeypatch, own_address)
+    knows(monkeypatch, {})
     decided, why = decide_client_mode(config)
     assert decided is client_mode and words in why
+
+
+def live_at(monkeypatch, *addresses: str) -> None:
+    """A machine with these addresses on its cards."""
+    card = psutil._common.snicaddr if hasattr(psutil._common, "snicaddr") else psutil._ntuples.snicaddr
+    cards = [card(socket.AF_INET6 if ":" in one else socket.AF_INET, one, None, None, None) for one in addresses]
+    found = {
+        "lo": [card(socket.AF_INET, "127.0.0.1", None, None, None)],
+        "eth0": [*cards, card(psutil.AF_LINK, "02:42:ac:11:00:02", None, None, None)],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+
+
+def knows(monkeypatch, names: dict[str, list[str]]) -> None:
+    """A resolver that knows these names."""
+
+    def look_up(host, port, *_, **__):
+        if host not in names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(0, 0, 0, "", (address, 0)) for address in names[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def peer_called(name: str, kind: str = "dns4") -> list[str]:
+    return [f"/{kind}/{name}/tcp/4001/p2p/{SOME_ID}"]
+
+
+@pytest.mark.parametrize(
+    "name, addresses, is_local",
+    [
+        *[(name, [], True) for name in ("nas.lan", "server.local", "fritz.box", "head.cluster.internal")],
+        *[(name, [], True) for name in ("nas", "localhost", "server.fritz.box", "NAS.Local.", "pi.home.arpa")],
+        ("nas.lan", ["192.168.1.5"], True),
+        ("server.local", ["192.168.1.5", GLOBAL_6], True),  # mDNS tells all addresses of a machine
+        ("fritz.box", ["192.168.178.1"], True),
+        ("fritz.box", ["45.76.93.104"], False),  # .box is an ending of the internet's, and has had buyers
+        ("x.internal", ["45.76.93.104"], False),
+        ("run.example.org", ["10.8.0.1"], True),  # a company's own, or a VPN's
+        ("run.example.org", ["100.100.7.2"], True),  # an overlay network's
+        ("run.example.org", ["127.0.1.1"], True),
+        ("run.example.org", ["8.8.8.8"], False),
+        ("run.example.org", ["10.8.0.1", "8.8.8.8"], False),
+        ("run.example.org", [], False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dns4", "dns"])
+def test_names_are_looked_up_before_they_are_judged(monkeypatch, name, addresses, is_local, kind):
+    live_at(monkeypatch, HOME)
+    knows(monkeypatch, {name: addresses} if addresses else {})
+    assert decide_client_mode(PeerConfig(initial_peers=peer_called(name, kind))).client_mode is not is_local
+
+
+def test_a_resolver_that_is_away_holds_nobody_up(monkeypatch):
+    live_at(monkeypatch, HOME)
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [] if released.wait(600) else [])
+    try:
+        assert resolve({"run.example.org", "nas.lan"}, within=0.1) == {}
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize(
+    "own, peers, listens, client_mode",
+    [
+        ((HOME, GLOBAL_6), [PUBLIC_PEER], IP4, True),  # most home lines today
+        ((HOME, GLOBAL_6), [PUBLIC_PEER], IP4 + IP6, True),
+        ((HOME, GLOBAL_6), [PUBLIC_PEER, PUBLIC_PEER_6], IP4 + IP6, True),
+        ((HOME, GLOBAL_6), [PUBLIC_PEER_6], IP4 + IP6, False),  # all that join this run have IPv6
+        ((HOME, GLOBAL_6), [PUBLIC_PEER_6], IP4, True),
+        ((GLOBAL_6,), [PUBLIC_PEER, PUBLIC_PEER_6], IP4 + IP6, False),
+        (("8.8.4.4",), [PUBLIC_PEER, PUBLIC_PEER_6], IP4 + IP6, False),
+        (("8.8.4.4",), [PUBLIC_PEER], IP6, True),
+        (("8.8.4.4", "10.0.0.2"), [PUBLIC_PEER], ["/ip4/10.0.0.2/tcp/0"], True),
+        (("8.8.4.4", "10.0.0.2"), [PUBLIC_PEER], ["/ip4/8.8.4.4/tcp/0"], False),
+        (("100.72.3.4",), [PUBLIC_PEER], IP4 + IP6, True),  # a carrier-grade NAT
+        ((HOME,), [LAN_PEER, PUBLIC_PEER_6], IP4 + IP6, False),  # another's IPv6 says nothing to a machine without
+        ((HOME, OWN_6), [LAN_PEER, PUBLIC_PEER_6], IP4 + IP6, False),
+        ((HOME, OWN_6), [f"/ip6/fd12::7/tcp/4001/p2p/{SOME_ID}"], IP4 + IP6, False),
+        ((HOME,), [LAN_PEER], LOOPBACK, True),
+        ((HOME,), [LOCAL_PEER, LAN_PEER], LOOPBACK, False),
+        ((HOME,), [f"/ip6zone/eth0/ip6/fe80::7/tcp/4001/p2p/{SOME_ID}"], IP4 + IP6, False),
+    ],
+)
+def test_each_address_family_is_judged_by_itself(monkeypatch, own, peers, listens, client_mode):
+    live_at(monkeypatch, *own)
+    config = PeerConfig(initial_peers=peers, host_maddrs=listens)
+    assert decide_client_mode(config).client_mode is client_mode
+
+
+YES, NO, REFUSED = "reached", "not reached", "the peer calls public addresses only, or was asked too often"
+
+
+@pytest.mark.parametrize(
+    "own, peers, answers, client_mode, words",
+    [
+        ((HOME,), [PUBLIC_PEER], {"ip4": [YES]}, False, "reached this machine by IPv4"),  # a port is forwarded
+        ((HOME,), [PUBLIC_PEER], {"ip4": [NO]}, True, "behind a router"),
+        (("8.8.4.4",), [PUBLIC_PEER], {"ip4": [NO]}, True, "did not reach it"),  # a firewall
+        (("8.8.4.4",), [PUBLIC_PEER], {}, False, "public address"),  # peers of an earlier time
+        (("8.8.4.4",), [PUBLIC_PEER], {"ip4": [REFUSED] * 3}, False, "public address"),
+        (("100.72.3.4",), [PUBLIC_PEER], {"ip4": [REFUSED]}, True, "carrier-grade NAT"),
+        # a lie is outvoted; where it is word against word, the addresses decide
+        (("8.8.4.4",), [PUBLIC_PEER], {"ip4": [NO, YES, YES]}, False, "reached"),
+        (("8.8.4.4",), [PUBLIC_PEER], {"ip4": [YES, NO, NO, REFUSED]}, True, "did not reach"),
+        (("8.8.4.4",), [PUBLIC_PEER], {"ip4": [YES, NO]}, False, "public address"),
+        ((HOME,), [PUBLIC_PEER], {"ip4": [YES, NO]}, True, "behind a router"),
+        # IPv6 alone counts where all first peers have it
+        ((HOME, GLOBAL_6), [PUBLIC_PEER, PUBLIC_PEER_6], {"ip4": [NO], "ip6": [YES]}, False, "by IPv6"),
+        ((HOME, GLOBAL_6), [PUBLIC_PEER, PUBLIC_PEER_6], {"ip4": [REFUSED], "ip6": [NO]}, True, "behind a router"),
+        ((HOME, GLOBAL_6), [PUBLIC_PEER_6, OTHER_PUBLIC_PEER], {"ip6": [YES]}, True, "by IPv6 only"),
+        ((GLOBAL_6,), [PUBLIC_PEER_6], {"ip6": [NO]}, True, "(IPv6) and did not reach it"),
+    ],
+)
+def test_what_peers_answer_that_have_tried_goes_before_what_addresses_say(
+    monkeypatch, own, peers, answers, client_mode, words
+):
+    live_at(monkeypatch, *own)
+    machine, places = look_at_machine(PeerConfig().host_maddrs), find_places(peers)
+    verdict = by_answers(by_addresses(machine, places), machine, places, answers)
+    assert verdict.client_mode is client_mode and words in verdict.why
+
+
+@pytest.mark.parametrize(
+    "own, peers, listens, asked",
+    [
+        ((HOME, GLOBAL_6), [PUBLIC_PEER, OTHER_PUBLIC_PEER, PUBLIC_PEER_6], IP4 + IP6, {"ip4": 2, "ip6": 1}),
+        ((HOME, GLOBAL_6), [PUBLIC_PEER, PUBLIC_PEER_6], IP4, {"ip4": 1}),
+        ((HOME, OWN_6), [PUBLIC_PEER, PUBLIC_PEER_6], IP4 + IP6, {"ip4": 1}),
+        ((HOME, GLOBAL_6), [LAN_PEER, LOCAL_PEER], IP4 + IP6, {}),  # a local swarm is joined at once
+    ],
+)
+def test_who_is_asked_to_call_back(monkeypatch, own, peers, listens, asked):
+    live_at(monkeypatch, *own)
+    machine, places = look_at_machine(listens), find_places(peers)
+    found = {family: len(whom_to_ask(family, machine, places)) for family in ("ip4", "ip6")}
+    assert {family: number for family, number in found.items() if number} == asked
+    many = find_places([f"/ip4/8.8.8.{n}/tcp/4001/p2p/{SOME_ID[:-2]}{n:02}" for n in range(1, 30)])
+    assert len(whom_to_ask("ip4", look_at_machine(IP4), many)) == 5
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ((HOME,), "a private IPv4 address, behind a router"),
+        ((HOME, GLOBAL_6), "a private IPv4 address, behind a router, and a public IPv6 one"),
+        (("100.72.3.4",), "a carrier-grade NAT"),
+        ((GLOBAL_6,), "IPv6 only, public"),
+        (("8.8.4.4",), "a public IPv4 address"),
+        ((), "without a network"),
+    ],
+)
+def test_the_situation_has_a_name(monkeypatch, own, words):
+    live_at(monkeypatch, *own)
+    assert words in look_at_machine(PeerConfig().host_maddrs).in_words
 
 
 # --- addresses ---

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from volunteer_kit import __version__, cli_dashboard, cli_host, cli_machine, cli_monitor, output, packages
+from volunteer_kit.addressing import LISTEN
 from volunteer_kit.cli_words import listed
 from volunteer_kit.storage.places import adopt_home, keep_others_out
 from volunteer_kit.widgets.words import plain_lines
@@ -41,7 +42,7 @@ Peers = Annotated[
 ]
 HostMaddrs = Annotated[
     list[str] | None,
-    typer.Option(help="Addresses to listen on; default: any free TCP port, /ip4/0.0.0.0/tcp/0"),
+    typer.Option(help="Addresses to listen on; default: any free TCP port, by IPv4 and IPv6"),
 ]
 AnnounceMaddrs = Annotated[
     list[str] | None,
@@ -189,7 +190,7 @@ def join(
         batch_size=batch_size,
         home=home,
         checkpoint_dir=checkpoint_dir,
-        host_maddrs=listed(host_maddrs) or ["/ip4/0.0.0.0/tcp/0"],
+        host_maddrs=listed(host_maddrs) or [*LISTEN],
         announce_maddrs=listed(announce_maddrs),
         identity_path=identity_path,
         new_swarm=new_swarm,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from volunteer_kit import output
+from volunteer_kit.addressing import LISTEN
 from volunteer_kit.auth.access_token import KeysError
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import RunConfig, load_run, run_key_of
@@ -95,7 +96,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     for name in ("--host-maddrs", "--announce-maddrs", "--initial-peers"):
         parser.add_argument(name, type=lambda text: text.split(","), default=[])
     options = parser.parse_args(words)
-    options.host_maddrs = options.host_maddrs or ["/ip4/0.0.0.0/tcp/0"]
+    options.host_maddrs = options.host_maddrs or [*LISTEN]
     return options
 
 

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import psutil
 from pydantic import BaseModel
 
-from volunteer_kit.data.addresses import AddressRefused, as_address, is_private_name
+from volunteer_kit.addressing import is_private_name
+from volunteer_kit.data.addresses import AddressRefused, as_address
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.shards import each_name

@@ -19,6 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from volunteer_kit import output, packages
+from volunteer_kit.addressing import LISTEN
 from volunteer_kit.auth.login import Identity, Login
 from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.companion import Companion, swarm_of_two
@@ -72,7 +73,7 @@ def join_swarm(
     batch_size: int | None = None,
     home: str | Path | None = None,
     checkpoint_dir: str | Path | None = None,
-    host_maddrs: str | Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+    host_maddrs: str | Sequence[str] = LISTEN,
     announce_maddrs: str | Sequence[str] = (),
     identity_path: str | Path | None = None,
     new_swarm: bool = False,

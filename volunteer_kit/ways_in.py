@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from volunteer_kit.data.addresses import as_address, is_private_name
+from volunteer_kit.addressing import is_private_name
+from volunteer_kit.data.addresses import as_address
 from volunteer_kit.storage import DamagedFile, read_json, write_whole
 
 HUB = "https://huggingface.co"

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import idna
 import psutil
 
+from volunteer_kit.addressing import is_private_name
+
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -23,11 +25,6 @@ NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are 
 BAD_PORTS = frozenset(
     {1719, 1720, 1723, 2049, 3659, 4045, 4190, 5060, 5061, 6000, 6566, 6679, 6697, 10080, *range(6665, 6670)}
 )
-# Names that no public server has (RFC 6761, 6762, 8375, and what routers and companies use).
-PRIVATE_SUFFIXES = (
-    "localhost", "local", "internal", "intranet", "lan", "home", "corp", "private", "localdomain", "home.arpa",
-    "test", "invalid", "onion", "alt",
-)  # fmt: skip
 
 
 class AddressRefused(ValueError):
@@ -211,12 +208,6 @@ def is_public(address: IPAddress) -> bool:
     found = _embedded(address)
     is_odd = found.is_multicast or found.is_reserved or found.is_unspecified or getattr(found, "is_site_local", False)
     return found.is_global and not is_odd and str(found) not in _own_addresses()
-
-
-def is_private_name(host: str) -> bool:
-    """Whether a name can be none of the internet's: without a dot, or under a name that is reserved for networks."""
-    name = host.rstrip(".").lower()
-    return "." not in name or name.endswith(tuple(f".{suffix}" for suffix in PRIVATE_SUFFIXES))
 
 
 def is_web_port(port: int) -> bool:

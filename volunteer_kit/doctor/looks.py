@@ -167,16 +167,18 @@ def first_peers_and_reach(
 ) -> tuple[Finding, Finding]:
     """By one p2pd for both. :param port: to listen on; 0: any. :param may_ask: the port is ours to be tried"""
     if not addresses:
-        nobody = verdicts.reach(False, "nobody is named who could call this machine", None, "", is_host)
+        nobody = verdicts.reach(False, "nobody is named who could call this machine", {}, is_host=is_host)
         return verdicts.first_peers({}, is_host), nobody
     try:
-        found = probe(["peer", str(port), *addresses], within)
+        found = probe(["peer", str(port), "may_ask" if may_ask else "may_not_ask", *addresses], within)
     except subprocess.TimeoutExpired:
         return verdicts.late("first peers", within), verdicts.late("reachable", within)
-    answer = found["answer"] if may_ask else "the running host has the port"
+    why_not = "the running host has the port"
+    if may_ask:
+        why_not = "peers call public addresses only" if found["is_local"] else "there is no peer to ask"
     return (
         verdicts.first_peers(found["results"], is_host),
-        verdicts.reach(found["client_mode"], found["why"], answer, found["address"], is_host),
+        verdicts.reach(found["client_mode"], found["why"], found["answers"], found["situation"], why_not, is_host),
     )
 
 

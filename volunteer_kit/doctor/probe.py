@@ -1,5 +1,6 @@
 """What is looked at in a process of its own, since it could hang or take the machine's signals:
-`python -m volunteer_kit.doctor.probe device` or `... peer ADDRESS...`. Prints one line of JSON."""
+`python -m volunteer_kit.doctor.probe device` or `... peer PORT may_ask|may_not_ask ADDRESS...`. Prints one line of
+JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CALL = 12.0  # s
 def main() -> int:
     output.keep_up()
     verb, *words = sys.argv[1:]
-    found = device() if verb == "device" else asyncio.run(peer(int(words[0]), words[1:]))
+    found = device() if verb == "device" else peer(int(words[0]), words[2:], may_ask=words[1] == "may_ask")
     print(json.dumps(found), flush=True)
     return 0
 
@@ -28,32 +29,43 @@ def device() -> dict:
     return {"name": found.name, "kind": found.kind, "free_gb": found.free_gb, "problems": list(found.problems)}
 
 
-async def peer(port: int, addresses: list[str]) -> dict:
-    """Dial each address through a p2pd that listens on `port` (0: any), and have one that answers call back.
+def peer(port: int, addresses: list[str], may_ask: bool = True) -> dict:
+    """Dial each address through a p2pd, and find out as a joining peer does whether others can call this machine.
 
     A stranger gets no further than this: a run's peers take calls of the DHT from admitted ones only.
+
+    :param port: to listen on; 0: any
+    :param may_ask: the port is ours to be tried
     """
+    from volunteer_kit.addressing import LISTEN
+    from volunteer_kit.swarm import reachability
+    from volunteer_kit.swarm.dial_back import ask_first_peers
+
+    results = asyncio.run(_dial_all(addresses))
+    answering = [address for address, why_not in results.items() if not why_not]
+    host_maddrs = [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in LISTEN]
+    machine, places = reachability.look_at_machine(host_maddrs), reachability.find_places(addresses)
+    verdict, answers = reachability.by_addresses(machine, places), {}
+    if may_ask:
+        asked = [place for place in places if place.maddr in answering]
+        answers = ask_first_peers(machine, asked, host_maddrs)
+        verdict = reachability.by_answers(verdict, machine, places, answers)
+    return {
+        "results": results, "client_mode": verdict.client_mode, "why": verdict.why, "situation": machine.in_words,
+        "is_local": reachability.is_local_swarm(machine, places),
+        "answers": {reachability.FAMILIES[family]: reachability.summary(said) for family, said in answers.items()},
+    }  # fmt: skip
+
+
+async def _dial_all(addresses: list[str]) -> dict[str, str]:
+    """Address -> "" if it answers as who it should be, or why not."""
     from hivemind.p2p import P2P
 
-    from volunteer_kit.doctor.autonat import call_back
-    from volunteer_kit.swarm.peer import PeerConfig, decide_client_mode
-
-    client_mode, why = decide_client_mode(PeerConfig(initial_peers=addresses))
-    p2p = await P2P.create(host_maddrs=[f"/ip4/0.0.0.0/tcp/{port}"], startup_timeout=PEER_START)
+    p2p = await P2P.create(startup_timeout=PEER_START)
     try:
-        results = dict(zip(addresses, await asyncio.gather(*(_dial(p2p, a) for a in addresses)), strict=True))
-        own = [str(maddr).partition("/p2p/")[0] for maddr in await p2p.get_visible_maddrs()]
-        answer = None
-        for address in [address for address, why_not in results.items() if not why_not][:3]:
-            answer = await call_back(p2p, _peer_id(address), own)
-            if answer.status in ("reached", "not reached"):
-                break
+        return dict(zip(addresses, await asyncio.gather(*(_dial(p2p, a) for a in addresses)), strict=True))
     finally:
         await p2p.shutdown()
-    return {
-        "results": results, "client_mode": client_mode, "why": why,
-        "answer": answer.status if answer else None, "address": answer.address if answer else "",
-    }  # fmt: skip
 
 
 async def _dial(p2p, address: str) -> str:

@@ -143,27 +143,41 @@ def first_peers(results: Mapping[str, str], is_host: bool = False) -> Finding:
     return Finding("first peers", "warning", text, told)
 
 
-def reach(client_mode: bool, why: str, answer: str | None, address: str, is_host: bool = False) -> Finding:
+def reach(
+    client_mode: bool,
+    why: str,
+    answers: Mapping[str, str],
+    situation: str = "",
+    why_not_asked: str = "there is no peer to ask",
+    is_host: bool = False,
+) -> Finding:
     """Can others call this machine?
 
-    :param client_mode, why: what a peer of this machine would decide by itself
-    :param answer: a peer's that tried: "reached", "not reached", or why none could try; None: nobody was asked
-    :param address: under which it reached this machine
+    :param client_mode, why: what a peer of this machine finds out when it joins
+    :param answers: "IPv4", "IPv6" -> what peers said that tried: "reached", "not reached", or why none could try
+    :param situation: what kind of line or machine this is
     """
     port = "--host-maddrs /ip4/0.0.0.0/tcp/31337 --announce-maddrs /ip4/YOUR.PUBLIC.IP/tcp/31337"
     open_it = f"Open TCP port 31337 in the firewall, forward it in the router, and start with: {port}"
-    if answer == "reached":
+    kind = f"{situation}: " if situation else ""
+    reached = [family for family, said in answers.items() if said == "reached"]
+    vainly = [family for family, said in answers.items() if said == "not reached"]
+    if reached:
+        text = f"{kind}a peer of the run reached this machine by {' and '.join(reached)}"
+        text += f", none by {' or '.join(vainly)}" if vainly else ""
         if client_mode:
-            text = f"a peer of the run reached this machine at {address}, though {why}"
-            return Finding("reachable", "ok", text, f"It could reduce for others: {port}")
-        return Finding("reachable", "ok", f"a peer of the run reached this machine at {address}")
-    if answer == "not reached":
+            return Finding("reachable", "ok", f"{text}, though {why}", f"It could reduce for others: {port}")
+        return Finding("reachable", "ok", text)
+    if vainly:
+        by = " or ".join(vainly)
         if is_host:
-            return Finding("reachable", "problem", "a peer of the run could not reach this machine", open_it)
-        text = "others cannot call this machine; it trains in client mode: it calls them"
+            text = f"{kind}a peer of the run could not reach this machine by {by}"
+            return Finding("reachable", "problem", text, open_it)
+        text = f"{kind}others cannot call this machine by {by}; it trains in client mode: it calls them"
         return Finding("reachable", "ok" if client_mode else "warning", text, "" if client_mode else open_it)
     from_outside = "From another network: nc -vz YOUR.PUBLIC.IP 31337"
-    text = f"{why}; from outside it could not be checked ({answer or 'there is no peer to ask'})"
+    why_not = "; ".join(f"{family}: {said}" for family, said in answers.items()) or why_not_asked
+    text = f"{kind}{why}; from outside it could not be checked ({why_not})"
     return Finding("reachable", "warning" if is_host else "ok", text, from_outside if is_host else "")
 
 

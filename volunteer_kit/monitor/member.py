@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from hivemind.p2p import PeerID
 
+from volunteer_kit.addressing import LISTEN
 from volunteer_kit.auth.access_token import BanList, Signer, Trust
 from volunteer_kit.auth.keys import KeyFolder
 from volunteer_kit.checkpoint import CheckpointError, is_finite, load_checkpoint
@@ -44,7 +45,7 @@ class Addresses:
     """As in PeerConfig."""
 
     initial_peers: Sequence[str] = ()
-    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
+    host_maddrs: Sequence[str] = LISTEN
     announce_maddrs: Sequence[str] = ()
     startup_timeout: float = field(default=90.0)
 

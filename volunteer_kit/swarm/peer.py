@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import resource
-import socket
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,18 @@ from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
-from volunteer_kit.swarm import shared_futures
+from volunteer_kit.addressing import LISTEN
+from volunteer_kit.addressing import free_port as free_port
+from volunteer_kit.swarm import reachability, shared_futures
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.children import BROKEN, PeerProcesses
 from volunteer_kit.swarm.codec import install_codecs
+from volunteer_kit.swarm.dial_back import ask_first_peers
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.identity import ensure_identity, load_private_key
 from volunteer_kit.swarm.pending_calls import outlive_late_answers
+from volunteer_kit.swarm.reachability import FAMILIES, Verdict, find_places, host_of, kind_of, look_at_machine
 from volunteer_kit.swarm.sockets import lock_folder_of_multiprocessing
 
 OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
@@ -36,11 +39,12 @@ class PeerConfig:
     """How this machine meets the others.
 
     :param initial_peers: multiaddrs of peers that are up; empty starts a new swarm
-    :param host_maddrs: where to listen; port 0 is any free one. The default listens on every interface, TCP
+    :param host_maddrs: where to listen; port 0 is any free one. The default listens on every interface, TCP, by IPv4
+        and IPv6; on a machine without one of them, by the other
     :param announce_maddrs: addresses that others should dial, when the machine's own are not reachable (NAT with a
         forwarded port): they are announced while host_maddrs listens
     :param identity_path: file with this peer's key, made if missing; the same file gives the same peer id
-    :param client_mode: True: only dial out. None: decide from the machine's addresses
+    :param client_mode: True: only dial out. None: found out, see `find_client_mode`
     :param startup_timeout: s; p2pd alone needs more than 15 s on a busy Colab VM
     :param check_identity: ask the swarm whether another peer runs under this identity; seconds that can be spared
         where a lock keeps it to one
@@ -48,7 +52,7 @@ class PeerConfig:
     """
 
     initial_peers: list[str] = field(default_factory=list)
-    host_maddrs: list[str] = field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
+    host_maddrs: list[str] = field(default_factory=lambda: [*LISTEN])
     announce_maddrs: list[str] = field(default_factory=list)
     identity_path: str | None = None
     client_mode: bool | None = None
@@ -95,12 +99,13 @@ def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
     """
     admission = admission or Admission()
     check_addresses(config)
+    check_families(config.host_maddrs)
     raise_file_limit()
     check_shared_memory()
     lock_folder_of_multiprocessing()
     install_codecs()
     outlive_late_answers()
-    client_mode, why = decide_client_mode(config)
+    client_mode, why = find_client_mode(config)
     scratch = None
     identity_path = config.identity_path
     if identity_path is None:
@@ -240,41 +245,58 @@ def check_addresses(config: PeerConfig) -> None:
                 )
 
 
+def check_families(host_maddrs: Sequence[str]) -> None:
+    """Has this machine any address, be it its own loopback, of a family that is to be listened on? Raises SwarmError
+    (bad_address)."""
+    wanted = {kind_of(maddr) for maddr in host_maddrs}
+    here = reachability.families_here()
+    if wanted and here and wanted <= FAMILIES.keys() and not wanted & here:
+        missing, there = (" and ".join(FAMILIES[kind] for kind in sorted(kinds)) for kinds in (wanted, here))
+        everywhere = " ".join(maddr for maddr in LISTEN if kind_of(maddr) in here)
+        raise SwarmError(
+            f"This machine has no {missing} address, so it cannot listen on {', '.join(host_maddrs)}; it has {there}.\n"
+            f"1. Listen there: --host-maddrs {everywhere}\n2. Or leave --host-maddrs out: it listens on both.",
+            kind="bad_address",
+        )
+
+
 def _can_be_dialled(maddr: str) -> bool:
     """Whether it names one machine and a port there."""
     parts = maddr.split("/")
     ports = [port for kind, port in zip(parts, parts[1:], strict=False) if kind in ("tcp", "udp")]
-    return _host_of(maddr) not in ("0.0.0.0", "::") and bool(ports) and "0" not in ports
+    return host_of(maddr) not in ("0.0.0.0", "::") and bool(ports) and "0" not in ports
 
 
-def decide_client_mode(config: PeerConfig) -> tuple[bool, str]:
-    """Should this peer only dial out? -> (client_mode, why in words).
+def find_client_mode(config: PeerConfig) -> Verdict:
+    """Should this peer only dial out? A peer that others cannot reach must not offer to reduce for them: each would
+    wait for it in vain.
 
-    A peer that others cannot reach must not offer to reduce for them: each would wait for it in vain.
+    First peers on public addresses are asked to call this machine back, which takes some seconds; what they say goes
+    before what its addresses say. Those that cannot do so, or lie, stop nobody.
     """
+    asked = _as_asked(config)
+    if asked is not None:
+        return asked
+    machine, places = look_at_machine(config.host_maddrs), find_places(config.initial_peers)
+    guess = reachability.by_addresses(machine, places)
+    answers = ask_first_peers(machine, places, config.host_maddrs)
+    return reachability.by_answers(guess, machine, places, answers)
+
+
+def decide_client_mode(config: PeerConfig) -> Verdict:
+    """The same by this machine's addresses alone, and by what the names of first peers resolve to."""
+    asked = _as_asked(config)
+    return asked or reachability.by_addresses(look_at_machine(config.host_maddrs), find_places(config.initial_peers))
+
+
+def _as_asked(config: PeerConfig) -> Verdict | None:
     if config.client_mode is not None:
-        return config.client_mode, "as asked"
+        return Verdict(config.client_mode, "as asked")
     if config.announce_maddrs:
-        return False, "others are told to dial " + ", ".join(config.announce_maddrs)
+        return Verdict(False, "others are told to dial " + ", ".join(config.announce_maddrs))
     if not config.initial_peers:
-        return False, "the first peer of a swarm must be reachable"
-    if not any(_is_public_address(_host_of(maddr)) for maddr in config.initial_peers):
-        return False, "the swarm is on this machine or its local network"
-    if any(_is_public_address(a.address) for addresses in psutil.net_if_addrs().values() for a in addresses):
-        return False, "this machine has a public address"
-    return True, "this machine is behind a router: it calls others, they cannot call it"
-
-
-def _host_of(maddr: str) -> str:
-    parts = maddr.split("/")
-    return parts[2] if len(parts) > 2 else ""
-
-
-def _is_public_address(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.split("%")[0]).is_global
-    except ValueError:
-        return bool(host) and "." in host and ":" not in host  # a DNS name
+        return Verdict(False, "the first peer of a swarm must be reachable")
+    return None
 
 
 def raise_file_limit() -> None:
@@ -300,10 +322,3 @@ def check_shared_memory() -> None:
             "2. Shared memory may be full: df -h /dev/shm",
             kind="shared_memory",
         ) from e
-
-
-def free_port() -> int:
-    """A TCP port that is free now on loopback."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -8,7 +8,6 @@ the first peers and those met since are dialled anew.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
 import threading
 import time
@@ -26,8 +25,10 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.logging import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
+from volunteer_kit.addressing import is_private_name
 from volunteer_kit.swarm.admission import NotAdmitted
 from volunteer_kit.swarm.clock_watch import ClockWatch
+from volunteer_kit.swarm.reachability import as_ip, host_of, kind_of
 
 logger = get_logger(__name__)
 PERIOD, PERIOD_SILENT = 5.0, 2.0  # s between looks: while somebody answers, and while nobody does
@@ -324,7 +325,8 @@ async def _announced(node: DHTNode, peer: PeerID) -> list[str]:
     addresses = [str(Multiaddr(raw)) for raw in response.dht.peer.addrs[:16]]
     local = is_local(await node.get_visible_maddrs())
     usable = [a for a in addresses if len(a) < MAX_ADDRESS and (local or not is_loopback(a))]
-    return [f"{address}/p2p/{peer}" for address in sorted(usable, key=is_private)[:2]]
+    best = {kind_of(address): address for address in sorted(usable, key=is_private, reverse=True)}
+    return [f"{address}/p2p/{peer}" for address in sorted(best.values(), key=is_private)[:2]]
 
 
 def is_refused(ends: Mapping[str, str]) -> bool:
@@ -344,16 +346,15 @@ def split_address(address: str) -> tuple[str, int | None, Multiaddr]:
 
 def is_loopback(address: str) -> bool:
     """Could only this machine dial it?"""
-    with suppress(ValueError, IndexError):
-        return ipaddress.ip_address(address.split("/")[2]).is_loopback
-    return False
+    found = as_ip(host_of(address))
+    return found is not None and found.is_loopback
 
 
 def is_private(address: str) -> bool:
-    """Is it an address of a home or an office network?"""
-    with suppress(ValueError, IndexError):
-        return ipaddress.ip_address(address.split("/")[2]).is_private
-    return False
+    """Is it an address of a home, an office or a provider's own network?"""
+    host = host_of(address)
+    found = as_ip(host)
+    return is_private_name(host) if found is None else not found.is_global
 
 
 def is_local(own: Iterable[Multiaddr]) -> bool:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from volunteer_kit.addressing import LISTEN
+
 # Exit codes of a worker, beside 0 (it has left) and those of crashes:
 REFUSED = 2  # it told an error that a restart would not mend
 OFFLINE = 69  # nobody can be reached; what was there before may come back
@@ -29,7 +31,7 @@ class WorkerSpec(BaseModel):
     name: str = "volunteer"  # what other people see beside this peer's numbers, 64 characters at most
     hide_name: bool = False  # not on the run's public page
     initial_peers: list[str] = []  # multiaddrs; empty: the first peer of a new swarm
-    host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
+    host_maddrs: list[str] = [*LISTEN]
     announce_maddrs: list[str] = []
     identity_path: str | None = None  # a file: the same peer id after a restart
     client_mode: bool | None = None  # None: find out whether others can reach this machine

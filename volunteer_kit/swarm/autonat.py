@@ -17,11 +17,12 @@ from hivemind.utils.multiaddr import Multiaddr
 PROTOCOL = "/libp2p/autonat/1.0.0"
 REACHED, NOT_REACHED = 0, 100  # of the response's status; the others say why nobody tried
 WHY_NOT = {101: "the peer calls public addresses only, or was asked too often", 200: "the peer did not understand"}
+SILENT = "no answer in time"  # the peer may still be trying
 MAX_MESSAGE = 8192  # bytes
 
 
 class Answer(NamedTuple):
-    """`status` "reached", "not reached", or why it was not tried; `address`: under which it was reached."""
+    """`status` "reached", "not reached", SILENT, or why it was not tried; `address`: under which it was reached."""
 
     status: str
     address: str = ""
@@ -32,7 +33,7 @@ async def call_back(p2p: P2P, peer: PeerID, addresses: Sequence[str], timeout: f
     try:
         return await asyncio.wait_for(_ask(p2p, peer, addresses), timeout)
     except asyncio.TimeoutError:
-        return Answer(f"no answer within {timeout:.0f} s")
+        return Answer(SILENT)
     except Exception as error:  # the peer's p2pd has none of it, or the stream broke
         return Answer(f"the peer cannot be asked: {str(error)[:120] or type(error).__name__}")
 
