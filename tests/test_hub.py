@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.hub import Hub
-from tests.shard_files import picture, red_level
+from tests.shard_files import answering, good_shard, picture, red_level
 from volunteer_kit.data.settings import Columns, Filters
 
 N = 16  # codes a sample
@@ -374,6 +374,90 @@ def test_gated(stage: Stage):
     assert len(stage.ask(look, "org/gated", token=TOKEN).records) == 5
     assert all(not asked.token for asked in stage.hub.asked if asked.path.startswith("/cdn/"))
     assert any(asked.token == TOKEN for asked in stage.hub.asked)
+
+
+def read_tars(pattern: str, token: str | None = None, is_foreign: bool = False) -> tuple[list[str], list[str]] | str:
+    """In the client's process: captions of some shards' records and what was wrong, or what a DataError says."""
+    import os
+
+    from volunteer_kit.data.addresses import ANY_ADDRESS, PUBLIC_ONLY
+    from volunteer_kit.data.errors import DataError
+    from volunteer_kit.data.laion import LaionSource
+    from volunteer_kit.data.shards import expand_shards
+    from volunteer_kit.data.source import Limits, ShardError
+
+    os.environ.pop("HF_TOKEN", None)
+    os.environ |= {"HF_TOKEN": token} if token else {}
+    limits = Limits(60.0, 3, addresses=PUBLIC_ONLY if is_foreign else ANY_ADDRESS)
+    captions, errors = [], []
+    try:
+        shards = expand_shards(pattern, limits.addresses)
+    except DataError as error:
+        return str(error)
+    source = LaionSource(shards, image_size=8, filters=SAFE, limits=limits, counts=Counter())
+    for shard in shards:
+        try:
+            captions += [source.use(raw).caption for raw in source.read(shard, 0, None, time.monotonic() + 100)]
+        except ShardError as error:
+            errors.append(str(error))
+    return captions, errors
+
+
+def tars(tmp_path) -> dict[str, bytes]:
+    return {f"data/{n}.tar": good_shard(tmp_path / "x.tar", 2, first=10 * n).read_bytes() for n in range(2)}
+
+
+CAPTIONS = [f"picture number {n}" for n in (0, 1, 10, 11)]
+
+
+@pytest.mark.parametrize("kind", ["gated", "private"])
+def test_tars_of_a_closed_repository(stage: Stage, kind: str, tmp_path):
+    """By https and by hf://; the token goes to the Hub and not to the store that it sends us on to."""
+    stage.hub.add("datasets", f"org/{kind}_tars", tars(tmp_path), **{kind: True})
+    stage.hub.tokens |= {TOKEN: "vera", "hf_stranger": "sam"}
+    stage.hub.admitted.add(TOKEN)
+    page = f"{stage.hub.url}/datasets/org/{kind}_tars"
+    for pattern in (f"{page}/resolve/main/data/{{0..1}}.tar", f"hf://datasets/org/{kind}_tars/data/{{0..1}}.tar"):
+        for token in (None, "hf_stranger"):
+            captions, errors = stage.ask(read_tars, pattern, token)
+            assert not captions and len(errors) == 2
+            words = "is gated" if kind == "gated" else "or it is private"
+            assert all(words in said and page in said and "hf auth login" in said for said in errors), errors
+            assert all("hf_" not in said for said in errors)
+        stage.hub.forget()
+        assert stage.ask(read_tars, pattern, TOKEN) == (CAPTIONS, [])
+        asked = [(one.path.startswith("/cdn/"), one.token) for one in stage.hub.asked]
+        assert asked == [(False, TOKEN), (True, None)] * 2
+    assert stage.ask(read_tars, f"hf://datasets/org/{kind}_tars/data/*.tar", TOKEN) == (CAPTIONS, [])
+
+
+def test_a_token_that_the_hub_does_not_know_keeps_nobody_from_public_files(stage: Stage, tmp_path):
+    stage.hub.add("datasets", "org/open_tars", tars(tmp_path))
+    stage.hub.fail("/resolve/", times=1, status=401)
+    found = stage.ask(read_tars, "hf://datasets/org/open_tars/data/{0..1}.tar", "hf_of_last_year")
+    assert found == (CAPTIONS, [])
+    assert [one.token for one in stage.hub.asked if "/resolve/" in one.path] == ["hf_of_last_year", None, None]
+
+
+def test_the_token_does_not_follow_a_redirect_to_the_hub(stage: Stage, tmp_path):
+    """A server of strangers would choose, else, which of the volunteer's own files are read."""
+    stage.hub.add("datasets", "org/own", tars(tmp_path), private=True)
+    stage.hub.admitted.add(TOKEN)
+    target = f"{stage.hub.url}/datasets/org/own/resolve/main/data/0.tar"
+    head = f"HTTP/1.1 302 Found\r\nLocation: {target}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with answering(lambda number, asked: [head.encode()]) as url:
+        captions, errors = stage.ask(read_tars, url.replace("/x.tar", "/resolve/main/x.tar"), TOKEN)
+    assert not captions and "or it is private" in errors[0]
+    assert [one.token for one in stage.hub.asked] == [None]
+
+
+def test_a_linked_run_reads_the_hub_and_lists_nothing(stage: Stage, tmp_path):
+    stage.hub.add("datasets", "org/linked", tars(tmp_path))
+    assert stage.ask(read_tars, "hf://datasets/org/linked/data/{0,1}.tar", None, True) == (CAPTIONS, [])
+    stage.hub.forget()
+    assert "would have to be listed" in stage.ask(read_tars, "hf://datasets/org/linked/data/*.tar", None, True)
+    assert "no address of a file on the Hub" in stage.ask(read_tars, "hf://datasets/org/linked/../own/x.tar")
+    assert not stage.hub.asked
 
 
 def test_access_that_ends_while_it_is_read(stage: Stage):

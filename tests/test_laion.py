@@ -52,7 +52,7 @@ def test_patterns(tmp_path):
     [
         ("nothing/*.tar", "No shard matches"),
         ([], "No shard matches"),
-        ("s3://bucket/x.tar", "not from s3"),
+        ("az://bucket/x.tar", "not from az"),
         ("pipe:touch executed", "not from pipe"),
         ("file:///etc/x.tar", "not from file"),
         ("x{0..9999999999}.tar", "more than 1000000"),

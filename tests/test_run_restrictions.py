@@ -106,8 +106,8 @@ def test_every_setting_of_a_run_has_a_rule():
 @pytest.mark.parametrize(
     "shards",
     ["{private}/*.tar", "{private}/photos.tar", ["https://data.example.org/0.tar", "{private}/photos.tar"], "/**/*.tar",
-     "~/photos.tar", "photos.tar", "file://{private}/photos.tar", "pipe:cat {private}/photos.tar", "s3://a/b.tar",
-     "hf://datasets/a/b/c.tar", "ftp://a.example/x.tar", "\\\\server\\share", "{fifo}", "/dev/zero", "/proc/self/mem"],
+     "~/photos.tar", "photos.tar", "file://{private}/photos.tar", "pipe:cat {private}/photos.tar", "az://a/b.tar",
+     "memory://a/b.tar", "ftp://a.example/x.tar", "\\\\server\\share", "{fifo}", "/dev/zero", "/proc/self/mem"],
     ids=str,
 )  # fmt: skip
 def test_a_linked_run_names_no_files_of_the_volunteer(server, private, tmp_path, shards):
@@ -138,6 +138,13 @@ def test_a_linked_run_names_no_files_of_the_volunteer(server, private, tmp_path,
         ("http://data.example.org:22/x.tar", "port 22"),
         ("http://data.example.org:6379/x.tar", None),
         ("HTTP://169.254.169.254/x.tar", "own network"),
+        ("hf://datasets/org/name@refs/convert/parquet/data/{0..3}.tar", None),
+        ("s3://photos/{0..3}.tar", None),
+        ("gs://photos/{0..3}.tar", None),
+        ("s3://photos/*.tar", "would have to be listed"),
+        ("hf://datasets/org/name/**/*.tar", "would have to be listed"),
+        ("hf://datasets/org/name/../../other/x.tar", "no address of a file on the Hub"),
+        ("s3://user:pass@photos/x.tar", "no file in a store"),
     ],
 )
 def test_addresses_in_a_linked_run_are_public_ones(server, shards, words):
@@ -198,6 +205,13 @@ def test_a_word_of_the_volunteer_allows_other_servers_of_the_own_network(server,
             load_run(f"{server.url}/ok/run.yaml", allow_private_data=True)
         nas.stop.set()
         nas.shutdown()
+
+
+def test_no_word_of_the_volunteer_makes_a_linked_run_their_own():
+    """Other than that the data are their own: a store's login is sent for these alone."""
+    assert Origin(kind="link").addresses.is_foreign and Origin(kind="hub", allow_private_data=True).addresses.is_foreign
+    for own in (Origin(kind="link", own_data=True), Origin(kind="file"), Origin(kind="python"), Origin(kind="kit")):
+        assert not own.addresses.is_foreign
 
 
 def test_the_volunteers_own_folder_works_with_a_linked_run(server, private):
@@ -370,6 +384,7 @@ def test_a_link_by_http_is_read_from_another_machine_once_it_is_allowed(tmp_path
         ({"data": {"kind": "scenes"}}, "draws the pictures itself"),
         ({"data": {"kind": "hub", "dataset": "org/name"}}, "org/name on the Hugging Face Hub"),
         ({"data__shards": "https://{a,b}.example.org/{0..9}.tar"}, "named: a.example.org, b.example.org. Up to 1 GB"),
+        ({"data__shards": ["s3://photos/{0..9}.tar", "hf://datasets/a/b/x.tar"]}, ": s3://photos, huggingface.co. Up"),
         ({"data__shards": [f"https://{n}.example.org/x" for n in range(9)]}, "and 5 more"),
     ],
 )

@@ -51,7 +51,7 @@ def _places(config: RunConfig) -> tuple[list[str], str | None]:
             places[pattern] = None
             continue
         for number, name in enumerate(each_name(pattern)):
-            first = first or name
+            first = first or (name if name.lower().startswith("http") else None)
             places[host_of(name) or name] = None
             if number >= MAX_LOOKED_AT:
                 break

@@ -34,6 +34,8 @@ class Origin(BaseModel):
     @property
     def addresses(self) -> AddressPolicy:
         """Which servers the run's data may be read from."""
-        if not self.is_foreign or self.own_data or self.allow_private_data:
+        if not self.is_foreign or self.own_data:
             return ANY_ADDRESS
-        return AddressPolicy("public", self.endpoint)
+        if self.allow_private_data:
+            return AddressPolicy("any", is_foreign=True)
+        return AddressPolicy("public", self.endpoint, is_foreign=True)

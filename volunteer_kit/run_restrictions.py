@@ -16,10 +16,10 @@ import psutil
 from pydantic import BaseModel
 
 from volunteer_kit.addressing import is_private_name
-from volunteer_kit.data.addresses import AddressRefused, as_address
+from volunteer_kit.data.addresses import AddressRefused, as_address, without_login
 from volunteer_kit.data.errors import DataError
 from volunteer_kit.data.settings import DataConfig
-from volunteer_kit.data.shards import each_name
+from volunteer_kit.data.shards import each_name, remote_places
 from volunteer_kit.model.image_tokenizer_config import PUBLISHED, WEIGHTS
 from volunteer_kit.model.repository import HUB_ID, ModelRefused, check_settings
 from volunteer_kit.run_reader import KeyPath, Mistake, RunError
@@ -60,14 +60,16 @@ def _shards(config: RunConfig, value: Any) -> str | None:
     seen: set[str] = set()
     try:
         for name in (name for pattern in ([value] if isinstance(value, str) else value) for name in each_name(pattern)):
-            if not re.match(r"https?://", name, re.IGNORECASE):
-                return f"{OWN_FILES}, and {name[:100]!r} is not an https address"
-            place = name.split("/", 3)[2]
-            if place not in seen:
+            if not re.match(r"(https?|hf|s3|gs|gcs)://", name, re.IGNORECASE):
+                return f"{OWN_FILES}, and {without_login(name)[:100]!r} is not an https address"
+            if not re.match("http", name, re.IGNORECASE):
+                (name,) = remote_places(name, policy)
+            place = "/".join(name.split("/", 3)[:3])
+            if place not in seen and not name.lower().startswith("hf:"):
                 seen.add(place)
                 policy.check_url(name)
     except (AddressRefused, DataError) as error:
-        return f"{str(error).splitlines()[0]}, and a run from a link reads from public addresses only"
+        return f"{str(error).splitlines()[0].rstrip('.')}, and a run from a link reads from public addresses only"
     return None
 
 
@@ -176,7 +178,7 @@ RULES: dict[str, Rule] = {
     # data
     "data.kind": SHARED,
     "data.level": SHARED,
-    "data.shards": Rule("public http(s) addresses", check=_shards, fix=GIVE_DATA),
+    "data.shards": Rule("public addresses; of stores without a login", check=_shards, fix=GIVE_DATA),
     "data.dataset": Rule("a repository of the Hub, by its pattern"),
     "data.subset": TEXT,
     "data.split": TEXT,

@@ -326,7 +326,7 @@ def require_ready(config: RunConfig, draws: bool = False, max_mbps: float | None
     require_data(config)
     require_room(config)
     if config.data.shards:
-        expand_shards(config.data.shards)
+        expand_shards(config.data.shards, config.origin.addresses)
 
 
 def run_key_of(config: RunConfig) -> str:

@@ -38,10 +38,13 @@ class AddressPolicy:
     :ivar allows: "any": the person who runs this chose the addresses; "public": addresses of the internet only;
         "loopback": this machine only
     :ivar endpoint: an IP address and a port that may be connected to although the address is not public
+    :ivar is_foreign: somebody else chose the addresses, so that no login of this machine is sent there but the Hub's
+        token to the Hub
     """
 
     allows: Literal["any", "public", "loopback"] = "any"
     endpoint: tuple[str, int] | None = None
+    is_foreign: bool = False
 
     def check_url(self, url: str) -> None:
         """What can be said without a look-up: scheme, login, port, and a host that is an address or a private name.
@@ -105,7 +108,7 @@ class AddressPolicy:
 
 
 ANY_ADDRESS = AddressPolicy()
-PUBLIC_ONLY = AddressPolicy("public")
+PUBLIC_ONLY = AddressPolicy("public", is_foreign=True)
 
 
 def host_and_port(url: str) -> tuple[str, int]:
@@ -124,6 +127,11 @@ def host_and_port(url: str) -> tuple[str, int]:
     if port is None:
         port = 443 if parts.scheme.lower() == "https" else 80
     return host, port
+
+
+def without_login(text: str) -> str:
+    """A text without the passwords of the addresses in it."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
 
 
 def web_address(url: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -77,7 +79,11 @@ HOSTS = Hosts()
 
 
 def host_of(shard: str) -> str | None:
-    """Host and port of an address; None for a path."""
+    """Host and port of an address, or what stands in their place in a store's; None for a path."""
+    if re.match(r"(s3|gs|gcs)://", shard, re.IGNORECASE):
+        return "/".join(shard.split("/")[:3])
+    if re.match(r"hf://", shard, re.IGNORECASE):
+        shard = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if not shard.lower().startswith(("http://", "https://")):
         return None
     try:

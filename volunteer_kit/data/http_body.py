@@ -17,6 +17,7 @@ from volunteer_kit.http_client import ProxyTrouble
 from .addresses import AddressRefused
 from .hosts import HOSTS
 from .http_session import Session
+from .hub_access import forget_login, hub_login, refusal
 from .source import Limits, ShardError
 
 READ_AHEAD = 64 * 1024  # bytes
@@ -56,6 +57,7 @@ class HttpBody(io.RawIOBase):
         self._give_up_at = give_up_at
         self._session = session or Session(limits.addresses)
         self._response: requests.Response | None = None
+        self._asked = url  # the last address of a chain of redirects
         self._start, self._at, self._stop = start, start, stop  # first byte, next byte, byte after the last
         self._total: int | None = None  # bytes of the whole file, where the server says so
         self._until: int | None = None  # where this answer ends, where the server says so
@@ -136,6 +138,8 @@ class HttpBody(io.RawIOBase):
                 headers["If-Range"] = self._etag
         self._attempts += 1
         response = self._response = self._get(headers)
+        if why := refusal(self._asked, response):
+            raise ShardError("unreachable_shard", why)
         if response.status_code in (404, 410):
             raise ShardError("missing_shard", f"HTTP {response.status_code}")
         if response.status_code == 416 and "Range" in headers:
@@ -148,16 +152,24 @@ class HttpBody(io.RawIOBase):
         self._align(response, headers.get("Range"))
 
     def _get(self, headers: dict[str, str]) -> requests.Response:
-        url = self._url
-        for _ in range(1 + MAX_REDIRECTS):
+        url, sign = self._url, hub_login(self._url)
+        for _ in range(2 + MAX_REDIRECTS):
             self._limits.addresses.check_url(url)  # as it is written; requests changes it, a port 0 for instance
             timeout = max(0.2, min(self._limits.timeout, self._give_up_at - time.monotonic()))
             self._session.deadline = time.monotonic() + SLOW_AFTER * timeout
-            response = self._session.get(url, headers=headers, stream=True, timeout=timeout)
+            login = {"auth": sign} if sign else {}
+            response = self._session.get(url, headers=headers, stream=True, timeout=timeout, **login)
+            self._asked = url
+            if sign and response.status_code == 401:
+                forget_login()
+                response.close()
+                sign = None
+                continue
             if not response.is_redirect:
                 return response
             response.close()
             url = urljoin(url, response.headers["Location"])
+            sign = sign and hub_login(url)  # once elsewhere, never again: a server could send us back to the Hub
             if not re.match(r"https?://", url, re.IGNORECASE):
                 raise ShardError("unreachable_shard", f"the server sends us on to {url[:80]!r}, not an http(s) address")
         raise ShardError("unreachable_shard", f"more than {MAX_REDIRECTS} redirects")

@@ -32,7 +32,7 @@ class Session(requests.Session):
         self.deadline = 0.0
         self.addresses = addresses
         self.connected: tuple[str, int] | None = None
-        if addresses.allows != "any":
+        if addresses.allows != "any" or addresses.is_foreign:
             self.auth = no_netrc  # else requests sends what ~/.netrc has for a host that a stranger names
         adapter = _Adapter(self)
         self.mount("http://", adapter)

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import requests
 
-from .addresses import AddressPolicy
 from .errors import DataError
 from .filters import accept
 from .hosts import hosts_of, wait_for_a_host
 from .http_body import READ_AHEAD, HttpBody
 from .http_session import Session
-from .hub_client import Place, find_place, hub_addresses, list_parquet
+from .hub_access import hub_addresses
+from .hub_client import Place, find_place, list_parquet
 from .parquet import Table
 from .pictures import decode_image
 from .settings import Columns, Filters
@@ -222,25 +221,10 @@ class HubSource:
 
 
 class _Connections(Session):
-    """One for all files of a source; the token goes to the Hub alone, not to the stores it sends us on to."""
-
-    # Overrides: auth
-
-    def __init__(self, addresses: AddressPolicy) -> None:
-        super().__init__(addresses)
-        self.auth = _sign
+    """One for all files of a source."""
 
     def close(self) -> None:
         """Not with one file: they close when the source is forgotten."""
-
-
-def _sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    from huggingface_hub import constants, get_token
-
-    at_hub = request.url.split("/")[:3] == constants.ENDPOINT.split("/")[:3]
-    if at_hub and (token := get_token()):
-        request.headers["Authorization"] = f"Bearer {token}"
-    return request
 
 
 def _about_columns(columns: Columns) -> list[str]:

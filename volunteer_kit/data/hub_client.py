@@ -16,7 +16,6 @@ import yaml
 
 from volunteer_kit.http_client import blamed_on_proxy
 
-from .addresses import ANY_ADDRESS, AddressPolicy
 from .errors import DataError
 from .shards import MAX_SHARDS
 from .source import Limits, ShardError
@@ -169,13 +168,6 @@ def require_size(repo: str, name: str, revision: str | None, limit: int, repo_ty
             f"{name} of {repo} on the Hub has {size} bytes, and such a file needs at most {limit}.\n"
             "1. Ask its owner whether it is the right one."
         )
-
-
-def hub_addresses(allowed: AddressPolicy) -> AddressPolicy:
-    """Which servers the Hub may send us on to: any, where this machine uses a mirror of its own (HF_ENDPOINT)."""
-    from huggingface_hub import constants
-
-    return allowed if constants.ENDPOINT == "https://huggingface.co" else ANY_ADDRESS
 
 
 def find_place(repo: str, commit: str, shard: str, limits: Limits, give_up_at: float) -> Place:

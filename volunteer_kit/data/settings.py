@@ -51,7 +51,7 @@ class DataConfig(BaseModel):
     kind: Literal["scenes", "shards", "codes", "hub"]
     level: Literal[1, 2] = 1  # for scenes: one object, or two and their relation
     # For shards (images, as img2dataset writes them) and codes (as `volunteer-kit encode` writes them): paths, folders,
-    # globs, brace patterns or http(s) URLs. Without it each machine names its own, by --data.
+    # globs, brace patterns, or URLs by http(s), hf, s3, gs. Without it each machine names its own, by --data.
     shards: str | list[str] | None = None
     dataset: str | None = Field(None, pattern=DATASET)  # for hub: a data set of parquet files, org/name[@revision]
     subset: str | None = Field(None, max_length=200)  # its subset (configuration), if it has several

@@ -17,11 +17,14 @@ import braceexpand
 
 from volunteer_kit.storage.places import expanded
 
+from .addresses import ANY_ADDRESS, AddressPolicy, without_login
 from .errors import DataError
 from .hosts import HOSTS
 from .http_body import READ_AHEAD, HttpBody
+from .hub_access import hub_addresses, hub_url
 from .local_files import kind_of, list_files, open_regular
 from .source import Limits, ShardError
+from .stores import StoreBody, list_store, public_url, require_store, scheme_of
 
 MAX_SHARDS = 1_000_000  # a run file may not expand to more
 MAX_PATTERN = 2000  # characters; an address with a long access token has a thousand
@@ -29,11 +32,12 @@ MAX_BRACES = 4  # in one pattern; each more makes every name slower to write out
 MAX_NAMES = 2**27  # characters of all names together, which stay in memory
 
 
-def expand_shards(patterns: str | Sequence[str]) -> list[str]:
-    """Paths, folders, globs, brace patterns and http(s) URLs -> every shard once, in the order given.
+def expand_shards(patterns: str | Sequence[str], addresses: AddressPolicy = ANY_ADDRESS) -> list[str]:
+    """Paths, folders, globs, brace patterns, and URLs by http(s), hf, s3, gs -> every shard once, in the order given.
 
-    "{00000..00003}.tar" counts up, "*.tar" lists what is there. Raises DataError if nothing is left or a pattern
-    cannot be read; a single missing file is not looked for here.
+    "{00000..00003}.tar" counts up, "*.tar" lists what is there. A store's URL that somebody else named (`addresses`)
+    becomes its public address. Raises DataError if nothing is left or a pattern cannot be read; a single missing file
+    is not looked for here.
     """
     found: list[str] = []
     left = MAX_NAMES
@@ -42,7 +46,7 @@ def expand_shards(patterns: str | Sequence[str]) -> list[str]:
             left -= len(name)
             if left < 0:
                 raise DataError(f"The names of the shards have more than {MAX_NAMES} characters together: name fewer.")
-            found.extend(_places(name, pattern))
+            found.extend(_places(name, pattern, addresses))
             if len(found) > MAX_SHARDS:
                 raise DataError(f"{pattern!r} stands for more than {MAX_SHARDS} shards: name fewer.")
     if not found:
@@ -72,13 +76,16 @@ def each_name(pattern: str) -> Iterator[str]:
         raise DataError(f"The pattern {pattern!r} cannot be read: {error}. Write it like 'x/{{0..3}}.tar'.") from None
 
 
-def _places(name: str, pattern: str) -> list[str]:
+def _places(name: str, pattern: str, addresses: AddressPolicy) -> list[str]:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", name)
     if scheme and scheme[1].lower() in ("http", "https"):
         return [name]
+    if is_address(name):
+        return remote_places(name, addresses)
     if scheme and (scheme[1].lower() == "pipe" or name[scheme.end() :].startswith("//")):
         raise DataError(
-            f"Shards are read from paths and http(s) addresses, not from {scheme[1]}: ({pattern!r}).\n"
+            "Shards are read from paths, http(s) addresses, the Hub (hf://) and stores (s3://, gs://), not from "
+            f"{scheme[1]}: ({without_login(pattern)!r}).\n"
             "1. Download them first, or name them by their https address."
         )
     path = expanded(name)
@@ -92,6 +99,27 @@ def _places(name: str, pattern: str) -> list[str]:
             "1. Name the tar files themselves, or the folder that holds them: --data FOLDER"
         )
     return [str(path)]
+
+
+def remote_places(name: str, addresses: AddressPolicy) -> list[str]:
+    """Of an hf://, s3:// or gs:// URL; nothing is looked for where somebody else named it. Raises DataError."""
+    store = scheme_of(name)
+    name += "*.tar" if name.endswith("/") else ""
+    if store and not addresses.is_foreign:
+        require_store(name)
+    if glob.has_magic(name):
+        if addresses.is_foreign:
+            raise DataError(
+                f"A run from a link names its shards one by one, and {without_login(name)[:100]!r} would have to be "
+                "listed.\n"
+                "1. The host writes the names by braces: {00000..00999}.tar"
+            )
+        return list_store(name)
+    if store is None:
+        hub_url(name)
+        return [name]
+    url = public_url(name)
+    return [url if addresses.is_foreign else name]
 
 
 def _in_folder(path: Path) -> list[str]:
@@ -117,11 +145,11 @@ def catalogue_of(kind: str, shards: Sequence[str]) -> str:
 
 
 def open_shard(shard: str, limits: Limits, give_up_at: float, start: int = 0, stop: int | None = None) -> BinaryIO:
-    """A path or http(s) URL -> a stream of its bytes [start, stop), fewer where it ends before; to be closed.
+    """A path or URL -> a stream of its bytes [start, stop), fewer where it ends before; to be closed.
     Raises ShardError, now or while it is read; at once for a server that failed a moment ago (hosts.py)."""
     if is_address(shard):
         HOSTS.check(shard)
-        return io.BufferedReader(HttpBody(shard, limits, give_up_at, start, stop), READ_AHEAD)
+        return io.BufferedReader(_body(shard, limits, give_up_at, start, stop), READ_AHEAD)
     try:
         file = open_regular(shard, READ_AHEAD)
         file.seek(start)
@@ -130,6 +158,19 @@ def open_shard(shard: str, limits: Limits, give_up_at: float, start: int = 0, st
     except OSError as error:
         raise ShardError("unreachable_shard", error.strerror or str(error)) from None
     return file if stop is None else io.BufferedReader(_Part(file, stop - start), READ_AHEAD)
+
+
+def _body(shard: str, limits: Limits, give_up_at: float, start: int, stop: int | None) -> io.RawIOBase:
+    try:
+        if scheme_of(shard) and not limits.addresses.is_foreign:
+            return StoreBody(shard, limits, give_up_at, start, stop)
+        if scheme_of(shard):
+            shard = public_url(shard)
+        elif shard.lower().startswith("hf:"):
+            shard, limits = hub_url(shard), limits._replace(addresses=hub_addresses(limits.addresses))
+    except DataError as error:
+        raise ShardError("missing_shard", str(error).splitlines()[0]) from None
+    return HttpBody(shard, limits, give_up_at, start, stop)
 
 
 class _Part(io.RawIOBase):
@@ -153,9 +194,9 @@ class _Part(io.RawIOBase):
 
 def shown(shard: str) -> str:
     """A shard as people and logs may see it: without the password or the ?key=... that an address may carry."""
-    return re.sub(r"(?<=://)[^/@]*@", "", shard.split("?")[0]) if is_address(shard) else shard
+    return without_login(shard.split("?")[0]) if is_address(shard) else shard
 
 
 def is_address(shard: str) -> bool:
-    """Whether a shard is read over HTTP; else it is a path."""
-    return re.match(r"https?://", shard, re.IGNORECASE) is not None
+    """Whether a shard is read over the network; else it is a path."""
+    return re.match(r"(https?|hf|s3|gs|gcs)://", shard, re.IGNORECASE) is not None

@@ -46,11 +46,11 @@ def open_source(
         "counts": counts,
     }
     if config.kind == "shards":
-        return LaionSource(expand_shards(config.shards or []), image_size=image_size, **about)
+        return LaionSource(expand_shards(config.shards or [], addresses), image_size=image_size, **about)
     about |= {"codes": codes, "range_length": config.range_length}
     if config.kind == "codes":
         return CodeSource(
-            expand_shards(config.shards or []), num_codes=num_codes, tokenizer=image_tokenizer, **about
+            expand_shards(config.shards or [], addresses), num_codes=num_codes, tokenizer=image_tokenizer, **about
         )
     if config.dataset is None:
         raise DataError("The run reads a data set of the Hub and names none: add `dataset: org/name` to section data.")
