@@ -106,6 +106,7 @@ def main() -> None:
         else None,
     )
     questions.optimizer = optimizer
+    optimizer.reach.ask_cause = getattr(member, "why_no_token", optimizer.reach.ask_cause)  # a volunteer's
     step_when_told(optimizer, alone)
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch, complete=optimizer.complete)
     train(model, truth, optimizer, settings, orders)

@@ -154,7 +154,7 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
         Look("shared memory", LOADING, lambda: shared_memory(parameters, state)),
         Look("disk", SHORT, lambda: looks.disk(home, state)),
         Look("locks", SHORT, lambda: locks.look(home)),
-        Look("proxies", SHORT, lambda: proxies([endpoint, *clocks])),
+        Look("proxies", SHORT, lambda: proxies([*clocks, *[endpoint] * needs_hub])),
         Look("Hub", SHORT, lambda: looks.hub(endpoint, needs_hub)),
         Look("clock", 2 * SHORT, lambda: looks.clock([*clocks, endpoint])),
     ]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def proxies(urls: Sequence[str]) -> Finding:
-    """:param urls: what the kit will ask: the Hub, the run's authority"""
+    """:param urls: what the run cannot do without: its authority, the Hub"""
     from volunteer_kit.http_client import host_of, proxies_named, proxy_for, why_proxy_fails
 
     named = {proxy: why_proxy_fails(proxy) for proxy in proxies_named()}
