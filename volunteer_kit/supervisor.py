@@ -247,7 +247,9 @@ class Supervisor:
                     self.exit_code, self._error = None, f"it could not be started: {error}"
                     return True
             reader = threading.Thread(target=self._read, args=(process, log), name="worker events", daemon=True)
-            reader.start()
+            ended = threading.Event()
+            for thread in (reader, threading.Thread(target=self._bound_log, args=(ended,), daemon=True)):
+                thread.start()
             self.spec = self.spec or self._specs.get()
             if self.spec is None:
                 self._signal(signal.SIGKILL)
@@ -258,6 +260,7 @@ class Supervisor:
             if self._stopping:
                 self._write(Leave().model_dump_json())
             wait_for_exit(process)
+            ended.set()
             kill_all(process.pid, mark)
             remove_stale_folders()
             with self._process_lock:
@@ -277,13 +280,8 @@ class Supervisor:
     def _read(self, process: subprocess.Popen[bytes], log: io.FileIO) -> None:
         """Events of one worker into the queue; runs in a thread of its own until the worker's stdout ends."""
         assert process.stdout is not None
-        look_at = time.monotonic() + LOG_LOOK
         with open(process.stdout.fileno(), "rb", closefd=False) as lines, process.stdout:
             while line := lines.readline(LINE_LIMIT):
-                if time.monotonic() >= look_at:
-                    look_at = time.monotonic() + LOG_LOOK
-                    with suppress(OSError):
-                        cut_log(self.log_path)
                 try:
                     event = parse_event(line.decode(errors="replace"))
                 except (RecursionError, TypeError):  # json's answer to [[[[...
@@ -293,6 +291,12 @@ class Supervisor:
                 elif event is None:
                     with suppress(OSError, ValueError):  # a full disk is no reason to stop listening
                         log.write(line if len(line) <= LOGGED else line[:LOGGED] + b" ...\n")
+
+    def _bound_log(self, ended: threading.Event) -> None:
+        """Also of a worker that says nothing and logs a lot; runs in a thread of its own."""
+        while not ended.wait(LOG_LOOK):
+            with suppress(OSError):
+                cut_log(self.log_path)
 
     def _take(self, event: Event) -> None:
         kind, total = event["event"], event.get("total_samples")

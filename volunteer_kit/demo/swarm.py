@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from volunteer_kit.demo.state import DemoState
+from volunteer_kit.home import cut_log
 from volunteer_kit.packages import with_kit_path
 from volunteer_kit.process_group import kill_all, note_leader
 from volunteer_kit.runs import RunConfig
@@ -100,6 +102,9 @@ class DemoSwarm:
         if lines:
             with open(self.logs / "events.jsonl", "a", encoding="utf-8") as file:
                 file.writelines(lines)
+            for name in ("events.jsonl", "first-peer.log"):
+                with suppress(OSError):
+                    cut_log(self.logs / name)
 
     def final_checkpoints(self) -> dict[str, Checkpoint]:
         """What every volunteer that finished has saved at the end, verified. Raises CheckpointError."""
