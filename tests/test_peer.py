@@ -14,6 +14,7 @@ from dataclasses import replace
 import hivemind.dht.protocol as dht_protocol
 import psutil
 import pytest
+from hivemind.dht.crypto import RSASignatureValidator
 
 from volunteer_kit.swarm.dial_back import whom_to_ask
 from volunteer_kit.swarm.errors import SwarmError
@@ -455,6 +456,11 @@ def test_a_client_sees_the_swarm_and_has_no_address(config, first):
         assert peer.client_mode and peer.visible_maddrs() == [] and peer.dht.client_mode
         assert first.dht.store("greeting", "hello", expiration_time=time.time() + 60)
         assert peer.dht.get("greeting", latest=True).value == "hello"
+        signing = RSASignatureValidator()  # as records of volunteers are; a host that trains nothing keeps them, too
+        peer.dht.add_validators([signing])
+        subkey, until = signing.local_public_key, time.time() + 60
+        assert peer.dht.store("signed", {"epoch": 3}, subkey=subkey, expiration_time=until)
+        assert first.dht.get("signed", latest=True).value[subkey].value == {"epoch": 3}
         scratch = peer._scratch.name
     finally:
         peer.shutdown()

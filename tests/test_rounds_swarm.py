@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from tests.local_swarm import LocalPeer, local_swarm
+from volunteer_kit.swarm.peer import PeerConfig, start_peer
 
 STEADY = {"target_batch_size": 512}
 ATTEMPTS = 3
@@ -93,3 +94,17 @@ def test_a_peer_that_dies_or_stalls_in_the_middle(tmp_path, attack, cause):
             assert later["counts"]["failed"][failed[peer]["cause"]] >= 1, peer.story()
             assert_counted_once(peer)
         victim.kill()
+
+
+@pytest.mark.slow
+def test_volunteers_whom_nobody_can_call_are_told_so(tmp_path):
+    """With a host that is an address only: it keeps what they sign, so that they know of each other."""
+    host = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=90.0))
+    try:
+        with local_swarm(tmp_path) as swarm:
+            settings = {"initial_peers": host.visible_maddrs(), "client_mode": True}
+            for peer in [swarm.add(**settings), swarm.add(**settings)]:
+                failed = peer.wait_for(lambda e: e["event"] in TOLD and e["cause"] is not None)
+                assert (failed["cause"], failed["group_size"]) == ("all_clients", 1), peer.story()
+    finally:
+        host.shutdown()

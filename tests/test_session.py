@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,12 @@ from volunteer_kit.runs import load_run
 from volunteer_kit.session import Left, Session
 from volunteer_kit.session import lookout as lookout_module
 from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
+from volunteer_kit.session.tell import Tell
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.failures import RoundCounts
+from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.protocol import WorkerSpec
 
 ROOMY, TIGHT = SimpleNamespace(total=16e9, available=8e9), SimpleNamespace(total=16e9, available=1e9)
@@ -305,3 +308,30 @@ def test_a_real_worker_tells_its_traffic_and_leaves_in_the_middle_of_the_downloa
                     break
             assert newcomer.leave(timeout=25), (tmp_path / "newcomer.log").read_text()[-2000:]
     assert "traffic" in seen and "state_loaded" not in seen
+
+
+def test_that_nobody_can_be_called_is_told_once_and_in_place_of_others_that_were_not_reached(make_session):
+    tracker = SimpleNamespace(global_progress=SimpleNamespace(num_peers=2, samples_accumulated=8), num_uncallable=1)
+    averager = SimpleNamespace(local_samples_accumulated=8)
+    optimizer = SimpleNamespace(tracker=tracker, local_epoch=3, grad_averager=averager, target_batch_size=64)
+    session = make_session(optimizer)
+    session.publish = lambda *_: None
+    session.reading = SimpleNamespace(keep=lambda: None, counts=dict)
+    session.tally = SimpleNamespace(count=lambda report: 8, samples=8, rounds=RoundCounts())
+    trainer = SimpleNamespace(
+        optimizer=optimizer, samples_per_second=9.0, microbatches_not_finite=0, microbatches_too_large=0
+    )
+    tell = Tell(session)
+    report = StepReport(
+        3, 8, 1, 0.0, 1.0, 0, 0, {}, failure="nobody answered in time", uncertain=True, expected=2, cause=ALL_CLIENTS
+    )
+    for _ in range(2):
+        tell._last_step = 0.0
+        tell.on_microbatch(trainer, 0.5, 8)
+        tell.on_epoch(trainer, report, 0.5)
+    tell.on_postponed(trainer, replace(report, is_postponed=True))
+    session.emit("end")
+    session.emit.wait("end")
+    told = [fields["message"] for kind, fields in session.emit.seen if kind == "warning"]
+    assert len(told) == 2 and "Nobody in this run can be called: this machine and the other one only call" in told[0]
+    assert told[1] == "Step 3 is tried again: nobody in this run can be called."

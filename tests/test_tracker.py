@@ -120,6 +120,22 @@ def tracker(peer, request):
     return tracker
 
 
+@pytest.mark.parametrize(
+    "we, others, uncallable",
+    [(True, [True, True], 2), (True, [True, False], 0), (False, [True, True], 0), (True, [], 0)],
+)
+def test_a_run_in_which_nobody_can_be_called_is_noticed(tracker, people, we, others, uncallable):
+    """However far apart they are: peers that never meet step alone, and their epochs are soon no longer believed."""
+    tracker.client_mode = we
+    tracker._parse_swarm_progress_data(
+        {
+            one.subkey: entry(one.claims(epoch=3 + 50 * number, client_mode=is_client))
+            for number, (one, is_client) in enumerate(zip(people, others, strict=False))
+        }
+    )
+    assert tracker.num_uncallable == uncallable
+
+
 def test_the_tracker_counts_honest_peers_and_drops_lies(peer, tracker, people):
     honest, second, liar, thief, fast = people
     lies = {

@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from volunteer_kit.swarm import failures
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.trainer import Callback, Trainer
 
@@ -26,6 +27,7 @@ class Tell(Callback):
         self._skipped: dict[str, int] = {}
         self._counts = False  # some of our samples
         self._told_probation = self._told_slow_network = False
+        self._num_uncallable = 0  # others here, as last told: nobody can be called, neither they nor we
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None:
         now = time.monotonic()
@@ -50,6 +52,7 @@ class Tell(Callback):
             swarm_samples=progress.samples_accumulated,
             target_batch_size=optimizer.target_batch_size,
         )
+        self._tell_uncallable(optimizer.tracker.num_uncallable)
         lost = {
             "microbatch_not_finite": trainer.microbatches_not_finite,
             "out_of_memory": trainer.microbatches_too_large,
@@ -58,6 +61,12 @@ class Tell(Callback):
         if counts != self._skipped:
             self._skipped = dict(counts)
             self.session.emit("skipped", counts=counts)
+
+    def _tell_uncallable(self, others: int) -> None:
+        if others != self._num_uncallable:
+            self._num_uncallable = others
+            if others:
+                self.session.emit("warning", kind="reach", message=failures.nobody_can_be_called(others))
 
     def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None:
         self.session.emit(
@@ -89,7 +98,9 @@ class Tell(Callback):
         self.session.emit("warning", kind="round", message=how)
 
     def _tell_trouble(self, report: StepReport) -> None:
-        if report.uncertain and report.failure:
+        if report.cause == failures.ALL_CLIENTS:
+            pass  # told with its reason, once
+        elif report.uncertain and report.failure:
             how = "was taken alone, for the others were not reached; its samples count once they go on from it"
             self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
         elif report.on_probation:

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 NO_GROUP, PEER_LOST, TIMEOUT, LED_APART = "no_group", "peer_lost", "timeout", "led_apart"
 OUT_OF_STEP, CUT_OFF, INCOMPLETE, OTHER = "out_of_step", "cut_off", "incomplete", "other"
+ALL_CLIENTS = "all_clients"
 CAUSES: Mapping[str, str] = {
     NO_GROUP: "found nobody to average with in time",
     PEER_LOST: "lost a member in the middle",
     TIMEOUT: "waited in vain for a member that said nothing",
     LED_APART: "were told different groups by their leader",
+    ALL_CLIENTS: "had nobody who can be called",
     OUT_OF_STEP: "were held with another model than the others'",
     CUT_OFF: "had no line to anybody",
     INCOMPLETE: "got answers that could not be used, or not all",
@@ -33,6 +35,19 @@ CAUSES: Mapping[str, str] = {
 OF_THE_LINE = (NO_GROUP, PEER_LOST, TIMEOUT)  # what our own line being dead looks like as well
 MOST = 2**31 - 1  # rounds that anybody can have been in
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError, FutureTimeoutError)  # three classes before Python 3.11
+
+
+def nobody_can_be_called(others: int) -> str:
+    """In words, for a volunteer: this peer and all `others` of the run only call, so none of them can average.
+
+    Two peers in client mode never meet, whatever they do; each trains alone until one comes that can be called.
+    """
+    them = "the other one" if others == 1 else f"all {others} others"
+    return (
+        f"Nobody in this run can be called: this machine and {them} only call (client mode), so they cannot average, "
+        "and each trains alone. One machine that others can reach is enough: join without --client-mode on it, or open "
+        "TCP port 31337 and add --host-maddrs /ip4/0.0.0.0/tcp/31337 --announce-maddrs /ip4/YOUR.PUBLIC.IP/tcp/31337"
+    )
 
 
 def cause_of_loss(error: BaseException) -> str | None:

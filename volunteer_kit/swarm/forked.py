@@ -22,6 +22,7 @@ import hivemind
 import hivemind.dht.dht
 import hivemind.dht.node
 import torch
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import MPFuture, get_logger
 
@@ -208,7 +209,8 @@ class LeanDHT(hivemind.DHT):
         self.admission, self.processes, self.sockets = admission, PeerProcesses(), make_socket_folder()
         self.last_words = LastWords()
         shared_futures.begin_to_use(self)
-        validators = [*record_validators, DecodableValidator()]
+        # without the first one a node that only is the address refuses all that volunteers sign, for not decodable
+        validators = [*record_validators, RSASignatureValidator(), DecodableValidator()]
         super().__init__(*args, record_validators=validators, **{**OPTIONS, **kwargs})
 
     def start(self) -> None:

@@ -290,6 +290,8 @@ class SwarmOptimizer(MeetingOptimizer):
             cause = None  # with nobody to meet there was no round that could fail
         elif cause in failures.OF_THE_LINE and self.cut_off is not None:
             cause = failures.CUT_OFF  # it was our own line
+        elif cause == failures.NO_GROUP and self.tracker.num_uncallable:
+            cause = failures.ALL_CLIENTS
         is_postponed = self.state_averager.is_postponed
         uncertain = not is_postponed and (failure is None or not met)
         if uncertain:

@@ -10,6 +10,7 @@ from typing import Any
 from hivemind.compression import CompressionBase, NoCompression
 
 from volunteer_kit.robust.standing import Settings
+from volunteer_kit.swarm.failures import ALL_CLIENTS
 from volunteer_kit.swarm.lost_answers import RECOVERY
 from volunteer_kit.swarm.told_group import LONGEST
 
@@ -162,6 +163,8 @@ class StepReport:
     def why_postponed(self) -> str | None:
         if not self.is_postponed:
             return None
+        if self.cause == ALL_CLIENTS:
+            return "nobody in this run can be called"
         return "nobody was met" if self.group_size <= 1 else "too few answers came"
 
     @property

@@ -85,6 +85,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.highest_claim = 0  # epoch that somebody claims, believed or not
         self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
         self.num_ahead = 0  # others whose epoch is later than ours
+        self.num_uncallable = 0  # others here, if nobody can be called: they and we are in client mode, all of them
         self.computing: frozenset[PeerID] = frozenset()  # others who have samples of our epoch
         self.num_late = 0  # of those behind, who will not be in the next round: gone, or with a state to take first
         self.attendance, self.awaited = Attendance(), frozenset[PeerID]()  # others who will be in the next round
@@ -284,6 +285,7 @@ class SwarmProgressTracker(ProgressTracker):
                 kept[subkey] = (claim, value.expiration_time)
             elif isinstance(value, ValueWithExpiration) and value.value is not None:
                 self.claims_dropped += 1
+        self._note_uncallable([claim for claim, _ in kept.values() if claim.peer_id != own_id])
         self._note_own_epoch()
         own_epoch, _ = self._own_epoch
         possible, max_advance = self._most_ahead(()), self._most_ahead(self._durations)
@@ -329,6 +331,12 @@ class SwarmProgressTracker(ProgressTracker):
             f"at epoch {known.epoch} {known.samples_accumulated} samples of {self.target_batch_size} are believed, "
             f"{own.samples_accumulated} are ours; {known.num_peers} peers, {1 + len(self.awaited)} will come"
         )
+
+    def _note_uncallable(self, others: Sequence[LocalTrainingProgress]) -> None:
+        """Of all that say something plausible: peers that never meet are soon so far apart that epochs are no longer
+        believed."""
+        is_nobody_callable = self.client_mode and all(claim.client_mode for claim in others)
+        self.num_uncallable = len(others) if is_nobody_callable else 0
 
     def _note_attendance(self, others: Sequence[LocalTrainingProgress], own_epoch: int) -> None:
         near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - NEAR}

@@ -18,7 +18,7 @@ from hivemind.p2p import PeerID
 from volunteer_kit.output import say
 from volunteer_kit.swarm.beside import SharedBuffers
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.failures import RoundCounts
+from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts, nobody_can_be_called
 from volunteer_kit.swarm.kits import kit_words
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, start_peer
@@ -84,6 +84,7 @@ class Member:
         self.samples, self.loss = 0, None  # of ours that are in the model; ours, as last logged
         self.swarm_loss: float | None = None
         self._cut_off: str | None = None
+        self._num_uncallable = 0  # others, as last told: neither they nor we can be called
         self._told_of_mismatch = False
         self._loudness: int | None = None  # of hivemind's log, before us
         self._closing, self._news = threading.Event(), threading.Event()
@@ -244,10 +245,16 @@ class Member:
             self.samples += self.last.counted
             self.rounds.count(self.last)
             self._on_report(self.last)
-            if self.last.failure and self.last.uncertain:
+            if self.last.cause == ALL_CLIENTS:
+                pass  # told below, once
+            elif self.last.failure and self.last.uncertain:
                 say(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
             elif self.last.failure or self.last.apart:
                 say(f"Step {self.last.epoch}: out of step with the others; this peer takes their model and goes on.")
+        if self.swarm.tracker.num_uncallable != self._num_uncallable:
+            self._num_uncallable = self.swarm.tracker.num_uncallable
+            if self._num_uncallable:
+                say(nobody_can_be_called(self._num_uncallable), flush=True)
         if self.swarm.cut_off != self._cut_off:
             self._cut_off = self.swarm.cut_off
             patience = self.config.options.alone_after
