@@ -10,16 +10,24 @@ from hivemind.averaging.control import AveragingStage, StepControl
 
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import LONGEST
+from volunteer_kit.swarm.turns import may_compute, takes_turns
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
 GROUP_PATIENCE = 2.5  # learnt patiences that a peer looks for its group before it concludes that it missed it
 IN_ALL = 5.0  # matchmaking times, if it was in groups meanwhile: a leader waits two of them, and may have stopped
+# of waiting for what others should bring to a step: s at least, and of the time that its share took, until a peer
+# computes more itself; at the next places twice, three times as long, or all would
+TURN_PATIENCE, PATIENCE_SHARE = 3.0, 0.1
+FIRST_PATIENCE = 10.0  # s likewise, while one has not brought anything yet: its first batch takes longest
+WORD_EVERY, LOOK = 1.0, 1.0  # s, between words of one that waits, and for a look at the others'
+POLL, POLL_SHARE = 0.02, 0.1  # between looks: s at least, and of the time since the epoch began
 AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a follower
 
 
 class MeetingOptimizer(VerifyingOptimizer):
     """hivemind.Optimizer that comes together with those who are here."""
 
+    takes_turns = False  # a step holds fewer batches than there are peers
     _next_begun_lookup = 0.0  # time.monotonic(), of whether the others' round has begun without us
 
     def __init__(self, **parts: Any):
@@ -77,6 +85,43 @@ class MeetingOptimizer(VerifyingOptimizer):
                 if waited >= longest or in_vain or self._has_begun_without_us():
                     control.cancel()
                     raise
+
+    # --- before the next batch ---
+
+    def await_turn(self, batch: int, last_epoch: int | None = None) -> None:
+        """Return when another batch of ours is wanted; until then go into the rounds that come.
+
+        Others are given time, and no more: one that has vanished is not waited for. With delay_grad_averaging the next
+        step's samples are computed while a round runs, and nobody waits.
+
+        :param batch: samples of our next one
+        :param last_epoch: after which none is wanted; None: there is no last
+        """
+        tracker, target, epoch = self.tracker, self.target_batch_size, -1
+        if self.delay_grad_averaging or batch <= 0:
+            return
+        try:
+            while self.cut_off is None and (last_epoch is None or self.local_epoch < last_epoch):
+                place, others = tracker.others_at_work(self.local_epoch)
+                if may_compute(self.grad_averager.local_samples_accumulated, batch, target, place, others):
+                    return
+                if self.local_epoch != epoch:
+                    epoch, told = self.local_epoch, time.monotonic()
+                    least = FIRST_PATIENCE if any(other.usual is None for other in others) else TURN_PATIENCE
+                    deadline = told + max(least, PATIENCE_SHARE * tracker.seconds_in_epoch) * (1 + place)
+                    tracker.wait_in(epoch)
+                if time.monotonic() > deadline:
+                    return
+                self.takes_turns |= takes_turns(1 + len(others), batch, target)
+                if time.monotonic() - told > WORD_EVERY:
+                    tracker.tell_now()
+                    told = time.monotonic()
+                with tracker.performance_ema.pause():
+                    tracker.look_again(timeout=LOOK)
+                    self.step(batch_size=0)  # go into a round that is due
+                    time.sleep(max(POLL, min(tracker.min_refresh_period, POLL_SHARE * tracker.seconds_in_epoch)))
+        finally:
+            tracker.wait_in(None)
 
     def _has_begun_without_us(self) -> bool:
         if not self._can_make_up or time.monotonic() < self._next_begun_lookup:

@@ -134,9 +134,10 @@ class SwarmOptimizer(MeetingOptimizer):
         return super()._should_load_state_from_peers()
 
     def _check_and_accumulate_gradients(self, batch_size: int, grad_scaler=None) -> bool:
-        self._attends = batch_size == 0
+        self._attends = batch_size == 0 and not self.grad_averager.local_samples_accumulated
         if self._attends:
             self.tracker.attend(self.local_epoch)
+        if batch_size == 0:
             return True
         self._taken = self.grad_averager.accumulate_grads_(batch_size, **self._microbatch)
         if self._taken:

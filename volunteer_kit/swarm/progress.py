@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -22,15 +22,19 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 
 from volunteer_kit.swarm.attendance import Attendance
-from volunteer_kit.swarm.believed_progress import Claims, believed_samples
+from volunteer_kit.swarm.believed_progress import MAX_PEERS, Claims, believed_samples
 from volunteer_kit.swarm.children import BROKEN
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.forked import LeanDHT
 from volunteer_kit.swarm.plausible import MOST_SAID, Limits, believed_epoch, epochs_ahead, is_plausible
 from volunteer_kit.swarm.records import read_record
+from volunteer_kit.swarm.turns import Other
 
 DURATIONS = 9  # epochs that it is the median of
 NEAR = 2  # epochs behind: who makes up for a round is here for the next
+NEWCOMER = 3  # epochs that a member without samples is taken for one that is about to have some
+SLOWEST, WAITS = 1e-9, 0.0  # samples/s: of a device that computes at least, and of one that waits for others
+LAST_ROUNDS = 3  # that tell what a peer brings to a step
 LATE = 5.0  # s without a word; clocks may differ by 3
 LOOK_PATIENCE = 3.0  # s, for a look while a round waits
 # of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
@@ -90,6 +94,11 @@ class SwarmProgressTracker(ProgressTracker):
         self.num_late = 0  # of those behind, who will not be in the next round: gone, or with a state to take first
         self.attendance, self.awaited = Attendance(), frozenset[PeerID]()  # others who will be in the next round
         self.num_regulars = 0  # others whose record is not over, and who came to one of the last rounds
+        self._waiting_in: int | None = None  # epoch of which others have to bring their share first
+        self._at_work: tuple[LocalTrainingProgress, ...] = ()  # others who compute samples for steps
+        self._speeds: OrderedDict[PeerID, float] = OrderedDict()  # samples/s that they said; who waits says WAITS
+        self._brought: OrderedDict[PeerID, deque[float]] = OrderedDict()  # samples, to the last rounds
+        self._first_idle: OrderedDict[PeerID, int] = OrderedDict()  # our epoch when they were seen without a sample
         self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
@@ -110,9 +119,11 @@ class SwarmProgressTracker(ProgressTracker):
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """A peer that is alone also ends an epoch with its pass over the data, as a trainer without a swarm does."""
-        ends_here = self.ends_pass and self.global_progress.num_peers <= 1 and self.local_progress.samples_accumulated
-        return bool(ends_here) or super().ready_to_update_epoch
+        """A peer that is alone also ends an epoch with its pass over the data, as a trainer without a swarm does. What was
+        fetched can be older than our last microbatch: ours alone may suffice."""
+        own = self.local_progress.samples_accumulated
+        ends_here = self.ends_pass and self.global_progress.num_peers <= 1 and own > 0
+        return ends_here or own >= self.target_batch_size or super().ready_to_update_epoch
 
     def attend(self, epoch: int) -> None:
         """Be counted as a member, at this epoch, without samples."""
@@ -153,7 +164,42 @@ class SwarmProgressTracker(ProgressTracker):
         its records would be dropped, by itself as well, and its epoch would never end."""
         ours = self.local_progress
         most = MOST_SAID * self.limits.target_batch_size
-        return ours.copy(update={"samples_accumulated": min(ours.samples_accumulated, most)})
+        said = {"samples_accumulated": min(ours.samples_accumulated, most)}
+        if ours.epoch == self._waiting_in:  # or others would count on what does not come, or take us for gone
+            said |= {"samples_per_second": WAITS, "time": get_dht_time()}
+        return ours.copy(update=said)
+
+    def wait_in(self, epoch: int | None) -> None:
+        """No samples of ours come in this epoch for now, and all know. None: they come again."""
+        if epoch != self._waiting_in:
+            self._waiting_in = epoch
+            self.tell_now()
+
+    def tell_now(self) -> None:
+        self.should_report_progress.urgent = True
+        self.should_report_progress.set()
+
+    @property
+    def seconds_in_epoch(self) -> float:
+        return time.monotonic() - self._own_epoch[1]
+
+    def others_at_work(self, epoch: int) -> tuple[int, list[Other]]:
+        """Our place in this epoch's order, and the others who compute samples for it."""
+        at_work = {PeerID(claim.peer_id): claim for claim in self._at_work}
+        order = sorted([self.dht.peer_id, *at_work], key=PeerID.to_bytes)
+        places = {peer: (number - epoch) % len(order) for number, peer in enumerate(order)}
+        others = []
+        for peer, claim in at_work.items():
+            is_there, brought = claim.epoch == epoch, self._brought.get(peer)
+            others.append(
+                Other(
+                    samples=claim.samples_accumulated if is_there else 0,
+                    usual=max(brought) if brought else None,
+                    waits=is_there and claim.samples_per_second == WAITS,
+                    place=places[peer],
+                )
+            )
+        return places[self.dht.peer_id], others
 
     def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
         if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
@@ -168,8 +214,7 @@ class SwarmProgressTracker(ProgressTracker):
         if epoch == self.local_progress.epoch == self.global_progress.epoch:
             self.global_progress.samples_accumulated += samples - self.local_progress.samples_accumulated
         self.local_progress = self._get_local_progress(epoch, samples)
-        self.should_report_progress.urgent = True
-        self.should_report_progress.set()
+        self.tell_now()
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.should_report_progress.urgent = True
@@ -271,6 +316,11 @@ class SwarmProgressTracker(ProgressTracker):
         if 2 * len(group) > self.global_progress.num_peers:  # else it is we who may be apart
             self._in_common = epoch + 1, time.monotonic()
         self.claims.settle(epoch, group, weights, self.target_batch_size)
+        for peer, samples in weights.items():
+            self._brought.setdefault(peer, deque(maxlen=LAST_ROUNDS)).append(samples)
+            self._brought.move_to_end(peer)
+        while len(self._brought) > MAX_PEERS:
+            self._brought.popitem(last=False)
         self.attendance.met(group, self.awaited)
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
@@ -288,6 +338,7 @@ class SwarmProgressTracker(ProgressTracker):
         self._note_uncallable([claim for claim, _ in kept.values() if claim.peer_id != own_id])
         self._note_own_epoch()
         own_epoch, _ = self._own_epoch
+        self._put_in_our_own(kept)
         possible, max_advance = self._most_ahead(()), self._most_ahead(self._durations)
         others, clients = [], []
         for claim in (claim for claim, _ in kept.values() if claim.peer_id != own_id):
@@ -302,7 +353,9 @@ class SwarmProgressTracker(ProgressTracker):
             if claim.epoch <= max(believed + claim.client_mode, here)
         }
         self.claims_dropped += len(kept) - len(trusted)
-        speeds = sorted(claim.samples_per_second for claim, _ in trusted.values())
+        speeds = sorted(
+            claim.samples_per_second or self._speeds.get(PeerID(claim.peer_id), 0.0) for claim, _ in trusted.values()
+        )
         # the speeds are of devices that compute: hivemind does not count what a round keeps them waiting
         self.seconds_of_computing = self.target_batch_size / sum(speeds) if sum(speeds) > 0 else math.inf
         self._typical_speed = speeds[(len(speeds) - 1) // 2] if speeds else math.inf
@@ -324,6 +377,12 @@ class SwarmProgressTracker(ProgressTracker):
         self.on_look()
         return progress
 
+    def _put_in_our_own(self, kept: dict[Any, tuple[LocalTrainingProgress, float]]) -> None:
+        """What the DHT has of ours is older than what we know; a microbatch would be missing."""
+        for subkey, (claim, expiration) in kept.items():
+            if claim.peer_id == self.dht.peer_id.to_bytes() and claim.epoch == self.local_progress.epoch:
+                kept[subkey] = self._said(), expiration
+
     def seen(self) -> str:
         """What we know of the swarm, for a log."""
         known, own = self.global_progress, self.local_progress
@@ -338,9 +397,23 @@ class SwarmProgressTracker(ProgressTracker):
         is_nobody_callable = self.client_mode and all(claim.client_mode for claim in others)
         self.num_uncallable = len(others) if is_nobody_callable else 0
 
+    def _computes(self, claim: LocalTrainingProgress, own_epoch: int) -> bool:
+        """A monitor is a member that has never a sample; who has just come has none yet."""
+        peer = PeerID(claim.peer_id)
+        if claim.samples_per_second >= SLOWEST:
+            self._speeds[peer] = claim.samples_per_second
+            self._speeds.move_to_end(peer)
+        known = peer in self._speeds or claim.samples_accumulated > 0
+        first = own_epoch if known else self._first_idle.setdefault(peer, own_epoch)
+        for kept in (self._speeds, self._first_idle):
+            while len(kept) > MAX_PEERS:
+                kept.popitem(last=False)
+        return own_epoch - first < NEWCOMER
+
     def _note_attendance(self, others: Sequence[LocalTrainingProgress], own_epoch: int) -> None:
         near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - NEAR}
         for peer, told in near.items():
             self.attendance.heard(peer, told)
         self.awaited = frozenset(filter(self.attendance.is_awaited, near))
+        self._at_work = tuple(c for c in others if PeerID(c.peer_id) in self.awaited and self._computes(c, own_epoch))
         self.num_regulars = sum(self.attendance.is_regular(PeerID(claim.peer_id)) for claim in others)

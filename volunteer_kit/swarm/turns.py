@@ -1,0 +1,61 @@
+"""How many of a step's samples are for this peer to compute, so that quick peers do not all compute the whole of it.
+
+Peers tell their progress a few times a second. Where a step takes less, each would have target_batch_size samples of
+its own before it heard of the others'. So each computes its share of the step without asking; beyond it only what the
+others will not have, by what they brought to the last rounds. What one batch each would overshoot is divided by turns:
+a place in the order of the peers' names, which moves on by one with each epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EVEN = 1e-6  # of a batch: floats
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another peer at work.
+
+    `samples` that it has of our epoch, as it said last; `usual`: the most that it brought to one of the last rounds,
+    None: not known; `waits`: it has done what it means to do, for now; `place` in this epoch's order.
+    """
+
+    samples: float
+    usual: float | None
+    waits: bool
+    place: int
+
+
+def share_of(place: int, peers: int, batch: float, target: float) -> float:
+    """Samples of a step that the peer at this place computes unasked, in whole batches; all peers' shares together hold
+    less than one batch too many."""
+    batches = target / batch
+    each, needed = math.floor(batches / peers + EVEN), math.ceil(batches - EVEN)
+    return batch * (each + (place < needed - peers * each))
+
+
+def may_compute(own: float, batch: float, target: float, place: int, others: Sequence[Other]) -> bool:
+    """Is another batch of ours wanted, or will the others bring the rest of the step?
+
+    :param own: samples of ours in this step so far; `batch`: of our next batch
+    :param place: ours in this epoch's order, from 0
+    """
+    peers = 1 + len(others)
+    if peers == 1 or own + batch <= share_of(place, peers, batch, target) + EVEN * batch:
+        return True
+    if all(other.waits for other in others):  # one of those who wait has to begin
+        return place == 0 and own + sum(other.samples for other in others) < target
+    soon = 0.0
+    for other in others:
+        share = share_of(other.place, peers, batch, target)
+        expected = 0.0 if other.waits else share if other.usual is None else min(share, other.usual)
+        soon += max(other.samples, expected)
+    return own + batch + soon <= target
+
+
+def takes_turns(peers: int, batch: float, target: float) -> bool:
+    """Does a step hold fewer batches than there are peers?"""
+    return peers * batch > target + EVEN * batch
