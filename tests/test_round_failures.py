@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import types
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -59,6 +60,8 @@ def test_how_a_member_was_lost(error, cause):
 @pytest.mark.parametrize(
     ("fields", "is_apart", "cause"),
     [
+        (dict(received=0.0, refused={str(A): "weight 40"}), False, "refused"),
+        (dict(received=0.5, refused={str(A): "weight 40"}), False, "incomplete"),  # others' parts were averaged
         ({}, False, None),
         ({"received": 0.5}, False, "incomplete"),
         ({"received": 0.5, "lost": {"x": "timeout"}}, False, "timeout"),
@@ -75,6 +78,14 @@ def test_what_a_round_lacked(fields, is_apart, cause):
 
 def report(group_size=2, expected=2, cause=None) -> StepReport:
     return StepReport(1, 8, group_size, 1.0, 0.1, 0, 0, {}, expected=expected, cause=cause)
+
+
+def test_a_refused_part_is_not_called_a_peer_that_does_not_come():
+    why = "weight 40, more than the 32 that anyone can have earned"
+    refused = {str(B): why}
+    told = dataclasses.replace(report(cause="refused"), is_postponed=True, received=0.0, refused=refused)
+    assert told.why_postponed == f"its parts were refused ({B}: {why})"
+    assert dataclasses.replace(told, group_size=1, cause="no_group").why_postponed == "nobody was met"
 
 
 def test_each_round_counts_once_and_a_lone_peers_step_is_none():

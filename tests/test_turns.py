@@ -60,7 +60,9 @@ def test_turns_are_taken_when_a_step_is_less_than_a_batch_of_each():
     assert not takes_turns(2, 8, 16) and not takes_turns(1, 8, 8)
 
 
-@pytest.mark.parametrize(("batches", "target"), [((4, 4), 16), ((8, 8), 8), ((2, 8), 16), ((3, 3, 3), 16), ((5, 1), 16)])
+@pytest.mark.parametrize(
+    ("batches", "target"), [((4, 4), 16), ((8, 8), 8), ((2, 8), 16), ((3, 3, 3), 16), ((5, 1), 16)]
+)
 @pytest.mark.parametrize("blind", [True, False])
 def test_quick_peers_hold_at_most_a_batch_too_much(batches, target, blind):
     """All compute at once. Blind: they hear of each other only when one waits, as where steps are shorter than the time

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NO_GROUP, PEER_LOST, TIMEOUT, LED_APART = "no_group", "peer_lost", "timeout", "led_apart"
 OUT_OF_STEP, CUT_OFF, INCOMPLETE, OTHER = "out_of_step", "cut_off", "incomplete", "other"
 ALL_CLIENTS = "all_clients"
+REFUSED = "refused"
 CAUSES: Mapping[str, str] = {
     NO_GROUP: "found nobody to average with in time",
     PEER_LOST: "lost a member in the middle",
@@ -29,6 +30,7 @@ CAUSES: Mapping[str, str] = {
     ALL_CLIENTS: "had nobody who can be called",
     OUT_OF_STEP: "were held with another model than the others'",
     CUT_OFF: "had no line to anybody",
+    REFUSED: "had parts that were refused, and nothing to average",
     INCOMPLETE: "got answers that could not be used, or not all",
     OTHER: "failed for another reason",
 }
@@ -82,6 +84,8 @@ def cause_within_round(outcome: Round, is_apart: bool) -> str | None:
     """
     if is_apart:
         return OUT_OF_STEP
+    if outcome.refused and outcome.received <= 0:
+        return REFUSED
     for cause in (PEER_LOST, TIMEOUT):
         if cause in outcome.lost.values():
             return cause

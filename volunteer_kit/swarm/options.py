@@ -10,7 +10,7 @@ from typing import Any
 from hivemind.compression import CompressionBase, NoCompression
 
 from volunteer_kit.robust.standing import Settings
-from volunteer_kit.swarm.failures import ALL_CLIENTS
+from volunteer_kit.swarm.failures import ALL_CLIENTS, REFUSED
 from volunteer_kit.swarm.lost_answers import RECOVERY
 from volunteer_kit.swarm.told_group import LONGEST
 
@@ -135,6 +135,7 @@ class StepReport:
     is held against it, though it took part; `expected`: members that its group should have had, ourselves among them;
     `cause`: one of failures.CAUSES if its round failed or lacked something, though the step was taken;
     `made_up_for`: rounds before it that this peer had missed, and whose steps it has taken from their averages;
+    `refused`: peer id (ours too) -> why its part did not enter the average;
     `is_postponed`: nobody came, or hardly any answers, and so no step was taken; what nobody got goes into the next.
     """
 
@@ -165,7 +166,13 @@ class StepReport:
             return None
         if self.cause == ALL_CLIENTS:
             return "nobody in this run can be called"
+        if self.cause == REFUSED:
+            return f"its parts were refused ({self.refused_in_words})"
         return "nobody was met" if self.group_size <= 1 else "too few answers came"
+
+    @property
+    def refused_in_words(self) -> str:
+        return "; ".join(f"{peer}: {why}" for peer, why in sorted(self.refused.items()))
 
     @property
     def is_round(self) -> bool:

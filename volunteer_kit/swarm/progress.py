@@ -119,8 +119,8 @@ class SwarmProgressTracker(ProgressTracker):
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """A peer that is alone also ends an epoch with its pass over the data, as a trainer without a swarm does. What was
-        fetched can be older than our last microbatch: ours alone may suffice."""
+        """Whether the epoch's samples are there. A peer that is alone also ends an epoch with its pass over the data, as
+        a trainer without a swarm does. The DHT may know less than our last microbatch: ours alone may suffice."""
         own = self.local_progress.samples_accumulated
         ends_here = self.ends_pass and self.global_progress.num_peers <= 1 and own > 0
         return ends_here or own >= self.target_batch_size or super().ready_to_update_epoch

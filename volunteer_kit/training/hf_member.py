@@ -76,7 +76,7 @@ class Member:
             model, shown, options, schedule=schedule, max_steps=max_steps, max_grad_norm=max_grad_norm,
             buffers=self._buffers.shapes,
         )  # fmt: skip
-        self._epoch = epoch
+        self._epoch, self._last_epoch = epoch, max_steps
         self.peer: Peer | None = None
         self.swarm: SwarmOptimizer | None = None
         self.last: StepReport | None = None
@@ -85,7 +85,8 @@ class Member:
         self.swarm_loss: float | None = None
         self._cut_off: str | None = None
         self._num_uncallable = 0  # others, as last told: neither they nor we can be called
-        self._told_of_mismatch = False
+        self._told_of_mismatch = self._told_of_turns = False
+        self._told_of_refused: set[str] = set()
         self._loudness: int | None = None  # of hivemind's log, before us
         self._closing, self._news = threading.Event(), threading.Event()
         self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
@@ -96,6 +97,18 @@ class Member:
         samples."""
         about = getattr(self.model, "config", None)
         return self.config.longest or getattr(about, "max_position_embeddings", None) or LONGEST
+
+    def weight_of(self, samples: int, items: float | None) -> float:
+        """What gradients weigh in the swarm's mean, in full samples.
+
+        At most their samples, and at most a step of all peers: others take more for a lie. Rows that are longer than
+        the model says it can read weigh as full ones.
+
+        :param samples: examples that they are of
+        :param items: words that the loss is a mean over; None: it is one over samples
+        """
+        most = float(min(samples, self.config.options.target_batch_size))
+        return most if items is None else min(most, items / self.longest)
 
     @property
     def epoch(self) -> int:
@@ -125,7 +138,7 @@ class Member:
             self.swarm = self._make_optimizer()
             if door is not None:
                 door.enter(self.swarm, self.board)
-            self.step = SwarmStep(self._shown, self.swarm, self._count, self._ends_pass)
+            self.step = SwarmStep(self._shown, self.swarm, self._count, self._ends_pass, self._last_epoch)
             self._adopt_schedule()
             self.board.publish(self._record(self.config.name))  # who is about to leave waits for us
             self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
@@ -235,6 +248,7 @@ class Member:
         """What became of our last steps, and of our line, in words where somebody has to know."""
         while self.swarm.reports:
             report = self.swarm.reports.popleft()
+            self._tell_of_refused(report)
             if report.is_postponed:
                 self.rounds.count(report)
                 say(f"Step {report.epoch} is tried again: {report.why_postponed}.")
@@ -255,11 +269,30 @@ class Member:
             self._num_uncallable = self.swarm.tracker.num_uncallable
             if self._num_uncallable:
                 say(nobody_can_be_called(self._num_uncallable), flush=True)
+        if self.swarm.takes_turns and not self._told_of_turns:
+            self._told_of_turns = True
+            say(
+                "The peers take turns: a step of target_batch_size = "
+                f"{self.config.options.target_batch_size} is fewer batches than there are peers.\n"
+                "1. Set target_batch_size to as much as all peers' batches together or more, the same on all peers.\n"
+                "2. Or lower per_device_train_batch_size or gradient_accumulation_steps on all."
+            )
         if self.swarm.cut_off != self._cut_off:
             self._cut_off = self.swarm.cut_off
             patience = self.config.options.alone_after
             alone = f" After {patience:g} s of silence this one goes on alone." if patience else ""
             say(f"{self._cut_off}{alone}" if self._cut_off else "Others answer again, or are known to be gone.")
+
+    def _tell_of_refused(self, report: StepReport) -> None:
+        """Each peer once, and ourselves: a refused part looks like a peer that does not come."""
+        for peer, why in report.refused.items():
+            if peer in self._told_of_refused:
+                continue
+            self._told_of_refused.add(peer)
+            if peer == str(self.peer.peer_id):
+                print(f"Step {report.epoch}: this peer's gradients were refused: {why}. The others go on without them.")
+            else:
+                print(f"Step {report.epoch}: the gradients of {peer} were refused: {why}.")
 
     def _keep_record(self) -> None:
         while not self._closing.is_set():

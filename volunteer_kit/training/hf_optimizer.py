@@ -246,6 +246,7 @@ class SwarmStep(torch.optim.Optimizer):
     :param shown: the Trainer's own, whose groups these are
     :param count: -> (samples, weight, names of the samples) of the gradients at hand
     :param ends_pass: -> are these samples the last of a pass over this peer's data?
+    :param last_epoch: of the swarm's, after which no more samples are wanted
     """
 
     def __init__(
@@ -254,8 +255,10 @@ class SwarmStep(torch.optim.Optimizer):
         swarm: SwarmOptimizer,
         count: Count,
         ends_pass: Callable[[], bool] = lambda: False,
+        last_epoch: int | None = None,
     ):
-        self.shown, self.swarm, self._count, self._ends_pass = shown, swarm, count, ends_pass
+        self.shown, self.swarm, self._count = shown, swarm, count
+        self._ends_pass, self._last_epoch = ends_pass, last_epoch
         self._lately: deque[tuple[int, float]] = deque(maxlen=LATELY)  # samples, s of the device
         self._left_at: float | None = None
         super().__init__([{"params": group["params"]} for group in shown.param_groups], dict(shown.defaults))
@@ -266,7 +269,12 @@ class SwarmStep(torch.optim.Optimizer):
         if self._left_at is not None:
             self._lately.append((samples, time.monotonic() - self._left_at))
         self.swarm.step(batch_size=samples, weight=weight, names=names, ends_pass=self._ends_pass())
+        self.await_turn(samples)
         self._left_at = time.monotonic()
+
+    def await_turn(self, samples: int) -> None:
+        """Return when a batch of so many samples is wanted by the swarm."""
+        self.swarm.await_turn(samples, self._last_epoch)
 
     @property
     def samples_per_second(self) -> float:

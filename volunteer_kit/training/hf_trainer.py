@@ -26,7 +26,6 @@ from volunteer_kit import output, packages
 try:
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback, TrainingArguments
-    from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import get_last_checkpoint, has_length
 except ImportError as e:
     lacks = packages.lacking("finetune", strict=True)
@@ -38,6 +37,7 @@ from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config, read_json
 from volunteer_kit.training.hf_data import OwnData, saved_state
+from volunteer_kit.training.hf_examples import ExampleCounter
 from volunteer_kit.training.hf_gpu import see_one_gpu, use_one_gpu
 from volunteer_kit.training.hf_member import Member
 
@@ -97,6 +97,7 @@ class SwarmCallback(TrainerCallback):
         self._steps = self._samples = 0  # of this peer, since train() began
         self._logged: tuple[int, float] = (0, 0.0)  # steps of this peer, and the sum of their losses, in the log so far
         self._data: OwnData | None = None
+        self._examples: ExampleCounter | None = None
         self._held: list[list[torch.Tensor]] | None = None  # by an optimizer, with what is frozen
         self._saved: dict[str, Any] = {}  # the Trainer's state in the checkpoint that we go on from
         _wrap(trainer, "train", self._train)
@@ -137,14 +138,14 @@ class SwarmCallback(TrainerCallback):
         )
 
     def _count(self, original: Callable, iterator: Iterator, *args: Any, **kwargs: Any) -> tuple:
-        """Samples of the next step of this peer, and what their loss is a mean over."""
-        batches, items = found = original(self._data.iterator(iterator), *args, **kwargs)
+        """Examples of the next step of this peer, and what their loss is a mean over."""
+        batches, items = found = original(self._examples.counted(self._data.iterator(iterator)), *args, **kwargs)
         if not batches:
             self._data.ended()
-        samples = sum(find_batch_size(batch) or self.trainer._train_batch_size for batch in batches)
+        samples = self._examples.take()
         self._samples += samples
         names = [name for batch in batches for name in self.names_of(batch)]
-        self._at_hand = samples, float(samples if items is None else items / self.member.longest), names
+        self._at_hand = samples, self.member.weight_of(samples, None if items is None else float(items)), names
         return found
 
     def names_of(self, batch: Any) -> Sequence[Hashable]:
@@ -169,6 +170,7 @@ class SwarmCallback(TrainerCallback):
         callbacks.remove(self)
         callbacks.insert(1, self)  # after the one that decides what is due, before those who tell it
         _, own_steps, *values, max_steps = original(args, dataloader, *rest)
+        self._examples = ExampleCounter(self.trainer, dataloader)
         if args.max_steps <= 0:
             max_steps = max(1, math.ceil(args.num_train_epochs * self._steps_of_a_pass(args, dataloader, own_steps)))
         saved = {} if args.ignore_data_skip else self._saved
@@ -178,12 +180,13 @@ class SwarmCallback(TrainerCallback):
     def _steps_of_a_pass(self, args: TrainingArguments, dataloader: Any, own_steps: int) -> int:
         """Of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size."""
         size, target = self.trainer._train_batch_size, self.config.options.target_batch_size
-        if size * args.gradient_accumulation_steps == target:
-            return own_steps
-        rows = self.trainer.num_examples(dataloader)
-        if args.dataloader_drop_last:
-            rows = min(rows, len(dataloader) * size)
-        return math.ceil(rows / target)
+        rows, examples = self.trainer.num_examples(dataloader), self._examples.of_a_pass()
+        if examples == rows:
+            if size * args.gradient_accumulation_steps == target:
+                return own_steps
+            if args.dataloader_drop_last:
+                examples = min(rows, len(dataloader) * size)
+        return math.ceil(examples / target)
 
     def _leave_out_what_is_frozen(self) -> None:
         """An optimizer that was passed in may hold the whole model: torch's skip what has no gradient, and in the swarm
@@ -215,6 +218,7 @@ class SwarmCallback(TrainerCallback):
         trainer.optimizer = trainer.callback_handler.optimizer = ours
         self._clip = trainer.accelerator.clip_grad_norm_
         trainer.accelerator.clip_grad_norm_ = lambda *_, **__: member.clip.norm  # the swarm's gradient is clipped
+        member.step.await_turn(trainer._train_batch_size * args.gradient_accumulation_steps)
         self._last_step = self._joined_at = state.global_step = self.member.epoch
         self._steps = self._samples = 0
         self._logged = 0, 0.0
