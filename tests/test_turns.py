@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from types import SimpleNamespace
 
 import pytest
+from hivemind.utils.performance_ema import PerformanceEMA
 
+from volunteer_kit.swarm import meeting
 from volunteer_kit.swarm.turns import Other, may_compute, share_of, takes_turns
 
 
@@ -83,4 +85,60 @@ def test_quick_peers_hold_at_most_a_batch_too_much(batches, target, blind):
             own = [held + batch * goes for held, batch, goes in zip(own, batches, may, strict=True)]
             waits = [not goes for goes in may]
         assert sum(own) < target + max(batches) * (1 if len(set(batches)) == 1 else 2), own
-        assert math.isfinite(sum(own))
+
+
+class Alike:
+    """What await_turn knows of an optimizer, with a clock that its looks and rounds move on."""
+
+    delay_grad_averaging, cut_off, takes_turns = False, None, False
+
+    def __init__(self, others, own=8, rounds=()):
+        self.now, self.local_epoch, self.target_batch_size = 0.0, 3, 16
+        self.others, self.rounds, self.story = others, list(rounds), []
+        self.grad_averager = SimpleNamespace(local_samples_accumulated=own)
+        self.tracker = SimpleNamespace(
+            others_at_work=lambda epoch: (0, self.others), wait_in=lambda epoch: self.story.append(epoch),
+            tell_now=lambda: None, look_again=lambda timeout: None, min_refresh_period=0.5, seconds_in_epoch=1.0,
+            performance_ema=PerformanceEMA(),
+        )  # fmt: skip
+
+    def step(self, batch_size):
+        assert batch_size == 0
+        if self.rounds and self.now >= self.rounds[0]:
+            self.rounds.pop(0)
+            self.local_epoch += 1
+            self.grad_averager.local_samples_accumulated = 0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("others", "rounds", "last", "least", "most"),
+    [
+        ([other(8)], [], None, 10, 12),  # it is never heard of again, and had brought nothing before
+        ([other(8, usual=8)], [], None, 3, 4),
+        ([other(8, usual=8)], [1.0], None, 1, 2),  # a round came, and the next step needs us
+        ([other(8, usual=8)], [1.0], 4, 1, 2),  # that was the last
+        ([other(0, usual=2)], [], None, 0, 0),
+        ([], [], None, 0, 0),
+    ],
+)
+def test_a_peer_with_its_share_waits_for_the_others_and_not_for_ever(monkeypatch, others, rounds, last, least, most):
+    alike = Alike(others, rounds=rounds)
+    monkeypatch.setattr(meeting, "time", alike)
+    meeting.MeetingOptimizer.await_turn(alike, 4, last)
+    assert least <= alike.now <= most
+    assert alike.story[-1] is None and (3 in alike.story) is (most > 0)
+
+
+def test_with_one_batch_a_step_the_second_peer_is_told_that_it_takes_turns(monkeypatch):
+    alike = Alike([other(8, usual=8)], rounds=[1.0])
+    alike.tracker.others_at_work = lambda epoch: (epoch % 2, [other(0, usual=16, place=(epoch + 1) % 2)])
+    alike.grad_averager.local_samples_accumulated = 0
+    monkeypatch.setattr(meeting, "time", alike)
+    meeting.MeetingOptimizer.await_turn(alike, 16)
+    assert alike.takes_turns and alike.local_epoch == 4 and 1 <= alike.now <= 2
