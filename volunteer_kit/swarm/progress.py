@@ -119,7 +119,7 @@ class SwarmProgressTracker(ProgressTracker):
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """Whether the epoch's samples are there. A peer that is alone also ends an epoch with its pass over the data, as
+        """Whether the samples are there. A peer that is alone also ends an epoch with its pass over the data, as
         a trainer without a swarm does. The DHT may know less than our last microbatch: ours alone may suffice."""
         own = self.local_progress.samples_accumulated
         ends_here = self.ends_pass and self.global_progress.num_peers <= 1 and own > 0
