@@ -15,6 +15,7 @@ from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
 from volunteer_kit.doctor.memory_limit import limit_of_memory
 from volunteer_kit.doctor.proxies import proxies
+from volunteer_kit.doctor.same_key import same_key
 from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.doctor.steady_clock import steady_clock
 from volunteer_kit.process_group import stops_as_one
@@ -76,7 +77,9 @@ def _examine(
             host = HostSide(_host_folder(config.run_id, folder), {})
         if host is not None and not host.saved:
             findings.append(verdicts.not_started(str(run)))
+        key = Look("key", PEERS, lambda: _key(config, home)) if host is None else None
         findings += _of_run(config, host)
+        findings += [key.finding()] if key is not None else []
     if run is not None:
         is_host = host is not None or (config is None and folder is not None)
         findings.append(Look("host packages", SHORT, lambda: looks.host_packages(is_host)).finding())
@@ -186,6 +189,13 @@ def _of_run(config: Any, host: HostSide | None) -> list[Finding]:
     first = Look("first peers", PEERS, peers).finding()
     found = both or [first, Finding("reachable", "warning", "could not be checked, as no peer could be started here")]
     return [*found, *(look.finding() for look in later)]
+
+
+def _key(config: Any, home: str | Path | None) -> Finding:
+    from volunteer_kit.home import Home
+
+    house = Home(home, config.run_id, config.fingerprint)
+    return same_key(house.identity, config.initial_peers, _is_locked(house.path / "volunteer.lock"), PEERS - 1)
 
 
 def _authority(config: Any, host: HostSide | None) -> Finding:

@@ -1,6 +1,6 @@
 """What is looked at in a process of its own, since it could hang or take the machine's signals:
-`python -m volunteer_kit.doctor.probe device` or `... peer PORT may_ask|may_not_ask ADDRESS...`. Prints one line of
-JSON."""
+`python -m volunteer_kit.doctor.probe device`, `... peer PORT may_ask|may_not_ask ADDRESS...` or
+`... key FILE ADDRESS...`. Prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ CALL = 12.0  # s
 def main() -> int:
     output.keep_up()
     verb, *words = sys.argv[1:]
+    if verb == "key":
+        from volunteer_kit.doctor.same_key import ask
+
+        print(json.dumps(asyncio.run(ask(words[0], words[1:]))), flush=True)
+        return 0
     found = device() if verb == "device" else peer(int(words[0]), words[2:], may_ask=words[1] == "may_ask")
     print(json.dumps(found), flush=True)
     return 0

@@ -41,14 +41,15 @@ class Sharing(enum.Enum):
     LATER = "later"  # another one was here before
 
 
-def judge(own: Instance, found: Instance | None, wrote: Collection[float]) -> Sharing:
+def judge(own: Instance, found: Instance | None, wrote: Collection[float], skew: float = SKEW) -> Sharing:
     """:param found: what stands under the key
-    :param wrote: `written` of our own records"""
+    :param wrote: `written` of our own records
+    :param skew: s by which clocks, and the end of a program, may differ"""
     if found is None or (found.id == own.id and found.written in wrote):
         return Sharing.ALONE
     if found.id == own.id:  # a machine that was cloned while we ran: neither was here before the other
         return Sharing.LATER
-    if found.written <= own.started + SKEW:  # it ended when we began: the program before us on this machine
+    if found.written <= own.started + skew:  # it ended when we began: the program before us on this machine
         return Sharing.ALONE
     return Sharing.FIRST if (own.started, own.id) < (found.started, found.id) else Sharing.LATER
 
@@ -67,9 +68,11 @@ class KeyWatch:
     """Tells others under this peer's key that we are here, and finds out whether there are any.
 
     :param dht: whose records are signed with the key, and checked (PeerBoard adds that)
+    :param skew: as of `judge`
     """
 
-    def __init__(self, dht: DHT, run_id: str, peer_id: PeerID):
+    def __init__(self, dht: DHT, run_id: str, peer_id: PeerID, skew: float = SKEW):
+        self._skew = skew
         self._dht, self._key = dht, f"same_key.{run_id}.{peer_id}"
         self._subkey = RSASignatureValidator().local_public_key
         self._id, self._started = secrets.token_bytes(ID_SIZE), get_dht_time()
@@ -83,7 +86,7 @@ class KeyWatch:
         now = get_dht_time()
         own = Instance(self._id, self._started, now)
         standing = read_instance(entry.value) if isinstance(entry, ValueWithExpiration) else None
-        sharing = judge(own, standing, self._wrote)
+        sharing = judge(own, standing, self._wrote, self._skew)
         self._wrote.append(now)
-        self._dht.store(self._key, [*own], now + LIFETIME, subkey=self._subkey, return_future=True)
+        self._dht.store(self._key, [*own], now + LIFETIME, subkey=self._subkey)
         return sharing
