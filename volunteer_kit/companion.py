@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from volunteer_kit.addressing import free_port, loopback_maddr
 from volunteer_kit.home import Home
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.training.protocol import WorkerSpec
@@ -15,7 +15,6 @@ from volunteer_kit.training.protocol import WorkerSpec
 if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
 
-LOOPBACK = "/ip4/127.0.0.1/tcp"
 STARTUP = 120.0  # s
 LATE = "it did not answer within two minutes"
 
@@ -38,7 +37,7 @@ class Companion:
         self._spec = WorkerSpec(
             run=config.dumped_for_worker() | {"captions": []},  # the volunteer's own worker draws
             name="companion",
-            host_maddrs=[f"{LOOPBACK}/{free_port()}"],  # kept over a restart: others know it
+            host_maddrs=[loopback_maddr(free_port())],  # kept over a restart: others know it
             client_mode=False,
             home=str(home.path),
             checkpoint_dir=str(home.checkpoints),
@@ -110,13 +109,6 @@ class Companion:
 def swarm_of_two(config: RunConfig, home: Home, spec: WorkerSpec) -> tuple[Companion, WorkerSpec]:
     """A companion for the volunteer whose home and spec these are, and what that changes in the spec."""
     folder = spec.checkpoint_dir or str(home.checkpoints)
-    changes = {"host_maddrs": [f"{LOOPBACK}/0"], "checkpoint_dir": folder, "peers_on_machine": 2}
+    changes = {"host_maddrs": [loopback_maddr()], "checkpoint_dir": folder, "peers_on_machine": 2}
     companion = Companion(config, Home(home.path / "companion"), spec.hf_token)
     return companion, spec.model_copy(update=changes)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

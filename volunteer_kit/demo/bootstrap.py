@@ -11,6 +11,7 @@ import sys
 import threading
 
 from volunteer_kit import output
+from volunteer_kit.addressing import loopback_maddr
 from volunteer_kit.swarm.children import end_program
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.peer import PeerConfig, start_peer
@@ -20,7 +21,7 @@ def main() -> int:
     """Returns the exit code: 2 if the peer cannot start, after a line with the reason."""
     output.keep_up()
     try:
-        peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=False))
+        peer = start_peer(PeerConfig(host_maddrs=[loopback_maddr()], client_mode=False))
     except SwarmError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 2

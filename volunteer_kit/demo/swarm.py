@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from volunteer_kit.addressing import loopback_maddr
 from volunteer_kit.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from volunteer_kit.demo.state import DemoState
 from volunteer_kit.home import cut_log
@@ -23,7 +24,6 @@ from volunteer_kit.storage.socket_folders import remove_stale_folders
 from volunteer_kit.supervisor import Supervisor
 from volunteer_kit.training.protocol import WorkerSpec
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 BOOTSTRAP_TIMEOUT = 120.0  # s
 LEAVE_TIMEOUT = 20.0  # s for a volunteer to say goodbye
 
@@ -160,7 +160,7 @@ class DemoSwarm:
             run=self.config.dumped_for_worker() | {"captions": []},  # drawn once, at the end
             name=name,
             initial_peers=self._maddrs,
-            host_maddrs=[LOOPBACK],
+            host_maddrs=[loopback_maddr()],
             client_mode=False,
             checkpoint_dir=str(home / "checkpoints"),
             home=str(home),

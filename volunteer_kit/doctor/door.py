@@ -231,19 +231,25 @@ def _is_locked(path: Path) -> bool:
 
 
 def _ports(host: HostSide) -> Finding:
-    import socket
-
     wanted = {"authority": host.saved.get("port"), "dashboard": host.saved.get("dashboard_port")}
     wanted["first peer"] = _peer_port(host.saved)
     taken = {}
     for what, port in wanted.items():
         if not isinstance(port, int) or not port or host.is_running:
             continue
-        with socket.socket() as probe:
-            probe.settimeout(2)
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                taken[what] = port
+        if _is_answered(port):
+            taken[what] = port
     return verdicts.ports(taken, host.is_running)
+
+
+def _is_answered(port: int) -> bool:
+    """Does a program of this machine take calls there, by IPv4 or by IPv6?"""
+    import socket
+
+    for address in ("127.0.0.1", "::1"):
+        with suppress(OSError), socket.create_connection((address, port), timeout=2):
+            return True
+    return False
 
 
 def _peer_port(saved: dict[str, Any]) -> int:

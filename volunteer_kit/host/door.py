@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from volunteer_kit import output, packages
+from volunteer_kit.addressing import LISTEN, loopback
 from volunteer_kit.host import parts
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.line import proxy_troubles
@@ -40,7 +41,6 @@ from volunteer_kit.storage import write_once, write_whole
 from volunteer_kit.storage.places import adopt_home, keep_others_out
 from volunteer_kit.ways_in import read_offer
 
-ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 STAGES = (5.0, 7.0, 13.0)  # s since the order to stop: when the next ones are told, and at the end killed
 
 
@@ -76,7 +76,7 @@ def host_run(
     if not authority:
         with _signals(inbox, wait=True) as listen:
             host_peer_only(
-                run, identity_path=identity_path, host_maddrs=host_maddrs or (ANYWHERE,),
+                run, identity_path=identity_path, host_maddrs=host_maddrs or LISTEN,
                 announce_maddrs=announce_maddrs, initial_peers=initial_peers, say=say, on_start=listen,
                 stopped=lambda: stopped() or not inbox.empty(),
             )  # fmt: skip
@@ -196,16 +196,17 @@ class Host:
         :param known: the first peer's, since an earlier start; "any" is that one then
         :param patience: s for those of a host that has just been ended
         """
-        outside = "" if settings.tls_cert else "127.0.0.1"
+        here = loopback()
+        outside = "" if settings.tls_cert else here
         taken: set[int] = set()
         port = settings.port or choose(AUTHORITY_PORT, taken, outside)
-        dashboard = settings.dashboard_port or choose(DASHBOARD_PORT, {port}, "127.0.0.1")
-        maddrs = settings.host_maddrs or (ANYWHERE,)
+        dashboard = settings.dashboard_port or choose(DASHBOARD_PORT, {port}, here)
+        maddrs = settings.host_maddrs or LISTEN
         peer_port = listening_port(maddrs) or known or choose(PEER_PORT, {port, dashboard})
         maddrs = tuple(_with_port(maddr, peer_port) for maddr in maddrs)
         wanted = {
             "--port": (port, outside),
-            "--dashboard-port": (dashboard, "127.0.0.1"),
+            "--dashboard-port": (dashboard, here),
             "--host-maddrs": (peer_port, ""),
         }
         for option, (number, address) in wanted.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from volunteer_kit.addressing import everywhere, loopback
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings
 from volunteer_kit.host.watch import Part
@@ -35,7 +36,9 @@ def other_parts(folder: HostFolder, settings: HostSettings, addresses: Sequence[
     run = str(folder.run_file)
     authority = [CLI, "authority", run, "--folder", str(folder.path), "--port", str(settings.port)]
     if settings.tls_cert and settings.tls_key:
-        authority += ["--host", "0.0.0.0", "--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key]
+        authority += ["--host", everywhere(), "--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key]
+    else:
+        authority += ["--host", loopback()]
     if settings.behind_proxy:
         authority += ["--behind-proxy"]
     monitor = [CLI, "monitor", run, "--folder", str(folder.monitor), "--keys", str(folder.keys)]
@@ -49,6 +52,7 @@ def other_parts(folder: HostFolder, settings: HostSettings, addresses: Sequence[
     if settings.tracker in TRACKERS:
         monitor += [f"--{settings.tracker}"]
     dashboard = [CLI, "dashboard", run, "--folder", str(folder.monitor), "--port", str(settings.dashboard_port)]
+    dashboard += ["--host", loopback()]
     return [
         Part(AUTHORITY, tuple(authority), environment=((DATABASE, settings.database),) if settings.database else ()),
         # it may load a checkpoint; and what the Hub does not get from it needs no token

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from volunteer_kit.addressing import in_url, loopback
 from volunteer_kit.data.addresses import AddressRefused, web_address, web_link
 from volunteer_kit.host.ports import port_of
 
@@ -96,14 +97,14 @@ def authority_url(settings: HostSettings) -> str:
             raise HostError(f"Say under which name the certificate is valid: --public-url https://NAME:{port}")
         if any(is_for_others(address) for address in settings.announce_maddrs):
             raise HostError(_needs_https("Others are told to dial this machine", settings))
-        return f"http://127.0.0.1:{port}"
+        return f"http://{in_url(loopback())}:{port}"
     url = _checked("--public-url", settings.public_url, web_address)
     parts = urlsplit(url)
     if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         raise HostError(_needs_https(f"{url} is not https", settings))
-    if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost"):
-        here = f"http://127.0.0.1:{parts.port or port}"
-        raise HostError(f"The authority listens on 127.0.0.1, not on {url}.\n1. Type: --public-url {here}")
+    if parts.scheme == "http" and parts.hostname not in (loopback(), "localhost"):
+        here = f"http://{in_url(loopback())}:{parts.port or port}"
+        raise HostError(f"The authority listens on {loopback()}, not on {url}.\n1. Type: --public-url {here}")
     if parts.scheme == "https" and not settings.tls_cert and not settings.behind_proxy:
         raise HostError(_needs_https(f"Nothing was said about who serves https for {url}", settings))
     return url

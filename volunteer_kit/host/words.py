@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from volunteer_kit.addressing import in_url, loopback
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings, is_loopback
 from volunteer_kit.run_sections import AuthorityConfig
@@ -80,4 +81,4 @@ def who_may_join(authority: AuthorityConfig) -> list[str]:
 
 def dashboard_url(settings: HostSettings) -> str:
     """The dashboard's own server, on this machine."""
-    return f"http://127.0.0.1:{settings.dashboard_port}/"
+    return f"http://{in_url(loopback())}:{settings.dashboard_port}/"

@@ -171,6 +171,7 @@ class SwarmOptimizer(MeetingOptimizer):
             "started": time.perf_counter(),
             "weight": self.grad_averager.local_weight_accumulated,
             "num_peers": self.tracker.global_progress.num_peers,
+            "uncallable": self.tracker.num_uncallable,
             "swarm_epoch": self.tracker.global_epoch,
         }
         logger.debug(f"Round of epoch {self.local_epoch}: {self.tracker.seen()}")
@@ -291,7 +292,7 @@ class SwarmOptimizer(MeetingOptimizer):
             cause = None  # with nobody to meet there was no round that could fail
         elif cause in failures.OF_THE_LINE and self.cut_off is not None:
             cause = failures.CUT_OFF  # it was our own line
-        elif cause == failures.NO_GROUP and self.tracker.num_uncallable:
+        elif cause == failures.NO_GROUP and (report.get("uncallable") or self.tracker.num_uncallable):
             cause = failures.ALL_CLIENTS
         is_postponed = self.state_averager.is_postponed
         uncertain = not is_postponed and (failure is None or not met)
