@@ -281,6 +281,64 @@ print(wishes, flush=True)
 """
 
 
+@pytest.fixture
+def own_terminal(monkeypatch):
+    """(keyboard, descriptor): stdin is a terminal."""
+    ours, theirs = pty.openpty()
+    with open(ours, "wb", buffering=0) as keyboard, open(theirs, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield keyboard, theirs
+
+
+def waits_for_enter(terminal: int) -> bool:
+    import termios
+
+    return bool(termios.tcgetattr(terminal)[3] & termios.ICANON)
+
+
+def test_a_process_in_the_background_does_not_touch_the_terminal(own_terminal, monkeypatch):
+    """`join ... &`, or `bg` after Ctrl-Z: the system would stop it."""
+    keyboard, theirs = own_terminal
+    foreground = os.getpgrp()
+    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: foreground)
+    surface = TerminalSurface()
+    foreground += 1
+    assert surface.pump(0.0) == [] and waits_for_enter(theirs)
+    foreground -= 1
+    assert surface.pump(0.0) == [] and not waits_for_enter(theirs)
+    keyboard.write(b"q")
+    assert surface.pump(0.0) == ["leave"]
+    foreground += 1
+    keyboard.write(b"q")
+    assert surface.pump(0.0) == []
+    surface.close()
+    assert not waits_for_enter(theirs), "it is another program's now"
+
+
+def test_keys_work_again_after_ctrl_z(own_terminal):
+    import termios
+
+    keyboard, theirs = own_terminal
+    before = termios.tcgetattr(theirs)
+    surface = TerminalSurface()
+    assert surface.pump(0.0) == [] and not waits_for_enter(theirs)
+    termios.tcsetattr(theirs, termios.TCSANOW, before)  # the shell, while the process was stopped
+    assert surface.pump(0.0) == [] and not waits_for_enter(theirs)
+    keyboard.write(b"p")
+    assert surface.pump(0.0) == ["pause"]
+    surface.close()
+    assert waits_for_enter(theirs)
+
+
+def test_a_terminal_that_is_gone_has_no_keys(own_terminal):
+    keyboard, _ = own_terminal
+    surface = TerminalSurface()
+    assert surface.pump(0.0) == []
+    keyboard.close()
+    assert surface.pump(0.0) == []
+    surface.close()
+
+
 def test_keys_in_a_real_terminal_and_the_terminal_is_put_back():
     import termios
 
