@@ -124,6 +124,17 @@ VARIABLES: tuple[Variable, ...] = (
         "HIVEMIND_LOGLEVEL", "Level of hivemind's own log lines: `DEBUG` to `CRITICAL`.", "hivemind", "libraries"
     ),
     Variable("PYTHONPATH", "Passed on to processes that the kit starts, behind its own path.", "Python", "libraries"),
+    Variable(
+        "HOME",
+        "The user's home folder. Where it is not set or cannot be written, and the user has none, the kit sets it for "
+        "itself and its processes to the folder of `--home`, or `VOLUNTEER_KIT_HOME`.",
+        "every command",
+        "libraries",
+    ),
+    Variable(
+        "LOGNAME", "The user's name. A user without one gets the user's number, for the kit's processes.",
+        "every command", "libraries",
+    ),
     Variable("USER", "A trainer's name, if it is given none.", "`swarm_trainer`", "libraries"),
     Variable(
         "HOME",
