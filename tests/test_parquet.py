@@ -236,6 +236,18 @@ def test_a_dictionary_that_would_become_gigabytes():
         File(data).rows()
 
 
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+def test_a_dictionary_of_pictures_is_read(compression: str):
+    """pyarrow looks at a dictionary's size after 1,024 values: all pictures of a row group are one by then."""
+    pictures = [random.Random(n).randbytes(100_000) for n in range(130)]
+    rows = pa.table({"image": [{"bytes": picture} for picture in pictures], "caption": ["the same"] * 130})
+    found = File(written(rows, group=120, compression=compression)).rows()
+    assert [(index, image["bytes"]) for index, _, image in found] == list(enumerate(pictures))
+    grey = [bytes([n]) * 200_000 for n in range(130)]
+    rows = pa.table({"image": [{"bytes": picture} for picture in grey]})
+    assert [image["bytes"] for _, image in File(written(rows, group=120, compression=compression)).rows()] == grey
+
+
 def test_damage_never_ends_the_process():
     """pyarrow aborts on some; in a process of its own, so that this would be told."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

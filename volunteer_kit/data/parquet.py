@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from .byte_window import HELD, Span, Window
-from .parquet_pages import MAX_PULLED, PageGuard
+from .parquet_pages import MAX_PAGE, MAX_PULLED, MAX_SHARED, PageGuard
 from .source import ShardError
 from .thrift import ThriftError, read_struct
 
@@ -22,6 +22,8 @@ MAX_COLUMNS = 10_000
 MAX_ROWS = 2**31
 TAIL = 64 * 2**10  # bytes fetched at once in the hope that the whole footer is among them
 BATCH = 4 * 2**20  # bytes decoded at once, about
+MAX_LARGE = 128 * 2**20  # bytes of a batch whose rows may all have one large value
+MAX_REPEATED = 32  # times that a large value may be there, on average; else a few kB cost minutes of copying
 BATCH_ROWS = 64  # many rows may share one value of MAX_SHARED bytes, and are then unpacked to as many copies
 
 # The key, as Thrift writes it, under which a writer notes its own types. They are not parquet's: pyarrow 18 fails on a
@@ -38,6 +40,7 @@ class _RowGroup(NamedTuple):
     rows: int
     columns: list[Span]
     sizes: list[int]  # bytes of the columns, unpacked
+    dictionaries: list[int]  # bytes of their dictionaries, unpacked, about; 0 for none
 
 
 class Table:
@@ -119,12 +122,21 @@ class Table:
         repeated = [self._footer.schema.column(n).max_repetition_level > 0 for _ in groups for n in chunks]
         at = self._ends[groups[0]]
         with Window(self._size, open_range, spans) as window:
-            pages = _Watched(spans, repeated)
+            rows = self._batch_rows(groups, chunks)
+            most = MAX_SHARED if rows == BATCH_ROWS else MAX_PAGE if rows == 1 else max(MAX_SHARED, MAX_LARGE // rows)
+            pages = _Watched(spans, repeated, most)
             window.watch = pages.pass_by
             file = pq.ParquetFile(window, metadata=self._footer, pre_buffer=False, buffer_size=2**20)
-            rows = self._batch_rows(groups, chunks)
+            unpacked = sum(self._groups[group].sizes[n] for group in groups for n in chunks)
+            left = MAX_REPEATED * unpacked + MAX_LARGE
             for batch in file.iter_batches(rows, groups, list(columns), use_threads=False):
                 pages.pulled = 0
+                left -= batch.nbytes
+                if left < 0 and rows < BATCH_ROWS:
+                    raise ShardError(
+                        "bad_shard",
+                        f"rows of a parquet file become {MAX_REPEATED} times what it says: nothing sane is so large",
+                    )
                 yield at, batch
                 at += batch.num_rows
         if at != self._ends[groups[-1] + 1]:
@@ -146,15 +158,19 @@ class Table:
     def _batch_rows(self, groups: list[int], chunks: Sequence[int]) -> int:
         size = sum(self._groups[group].sizes[n] for group in groups for n in chunks)
         rows = self._ends[groups[-1] + 1] - self._ends[groups[0]]
-        return max(1, min(BATCH_ROWS, BATCH * rows // max(size, 1)))
+        shared = max((self._groups[group].dictionaries[n] for group in groups for n in chunks), default=0)
+        most = BATCH_ROWS if shared <= MAX_SHARED else MAX_LARGE // shared  # the longest value may be as long as all
+        return max(1, min(BATCH_ROWS, BATCH * rows // max(size, 1), most))
 
 
 class _Watched:
     """A guard for every column of every row group of a parcel, and what they have pulled for one batch."""
 
-    def __init__(self, spans: Sequence[Span], repeated: Sequence[bool]) -> None:
+    def __init__(self, spans: Sequence[Span], repeated: Sequence[bool], max_shared: int) -> None:
         guards = zip(spans, repeated, strict=True)
-        self._guards = {span.start: (span.stop, PageGuard(many)) for span, many in guards}  # by the byte they wait for
+        self._guards = {  # by the byte they wait for
+            span.start: (span.stop, PageGuard(many, max_shared)) for span, many in guards
+        }
         self.pulled = 0  # bytes
 
     def pass_by(self, start: int, data: bytes) -> None:
@@ -201,13 +217,15 @@ def _row_groups(about: dict[int, Any]) -> list[_RowGroup]:
     """Read here, since pyarrow (26) ends the process when it is asked about a column of a damaged footer."""
     groups = []
     for group in about.get(4, []):
-        places, sizes = [], []
+        places, sizes, dictionaries = [], [], []
         for column in group[1]:
             about = column[3]
             start = about[11] if 0 < about.get(11, 0) < about[9] else about[9]  # dictionaries come first
             places.append(Span(start, start + about[7] if 1 not in column else -1))  # 1: it is in another file
             sizes.append(about[6])
-        groups.append(_RowGroup(group[3], places, sizes))
+            growth = 2 * about[6] / about[7] if about[6] > about[7] > 0 else 1.0  # twice the column's, to be sure
+            dictionaries.append(int((about[9] - start) * growth))
+        groups.append(_RowGroup(group[3], places, sizes, dictionaries))
         if not 0 <= group[3] <= MAX_ROWS or len(places) > MAX_COLUMNS or len(groups) > MAX_ROW_GROUPS:
             raise ThriftError(f"row group {len(groups)} of {group[3]} rows and {len(places)} columns")
     return groups

@@ -8,7 +8,9 @@ from .thrift import Fields, ThriftError, read_struct
 
 MAX_HEADER = 64 * 2**10  # bytes of one page's header
 MAX_PAGE = 256 * 2**20  # bytes; writers put up to a thousand images into one
-MAX_SHARED = 8 * 2**20  # bytes of a page whose values may be repeated in every row: writers stop at 1 or 2 MB
+# Bytes of a page whose values may be repeated in every row of a batch, where a batch has 64 rows. Writers stop at 1 MB
+# of small values; of large ones (pictures) they look too late, and the whole row group becomes a dictionary.
+MAX_SHARED = 8 * 2**20
 MAX_PULLED = 512 * 2**20  # bytes of pages read for one batch of rows
 MAX_PAGES = 100_000  # of one column in one row group
 DELTA_BYTE_ARRAY = 7  # an encoding in which a value may begin like the one before
@@ -18,8 +20,9 @@ DICTIONARY = 2  # a type of page
 class PageGuard:
     """Reads along while the pages of one column in one row group pass by. Raises ShardError where they are absurd."""
 
-    def __init__(self, is_repeated: bool) -> None:
+    def __init__(self, is_repeated: bool, max_shared: int = MAX_SHARED) -> None:
         self._is_repeated = is_repeated  # several values a row
+        self._max_shared = max_shared  # bytes of a page whose values may be repeated
         self._begun = b""  # of a header that has not come whole
         self._skip = 0  # bytes left of a page
         self._pages = 0
@@ -56,7 +59,8 @@ class PageGuard:
             raise ShardError("bad_shard", "a damaged parquet file: a page of no size")
         encoding = about.get(4 if 8 in header else 2)
         is_shared = header.get(1) == DICTIONARY or encoding == DELTA_BYTE_ARRAY
-        if size > (MAX_SHARED if is_shared else MAX_PAGE) or packed > MAX_PAGE or self._pages > MAX_PAGES:
+        most = min(self._max_shared, MAX_PAGE) if is_shared else MAX_PAGE
+        if size > most or packed > MAX_PAGE or self._pages > MAX_PAGES:
             raise ShardError(
                 "bad_shard",
                 f"a page of a parquet file has {packed} bytes that become {size}: nothing sane is so large",
