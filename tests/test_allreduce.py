@@ -364,3 +364,11 @@ def test_a_reducer_that_is_slow_with_each_answer_costs_its_slice_only():
         right = ((flat(results[i]) - mean).abs() < 1e-6).float().mean()
         assert right >= 2 / 3 and 2 / 3 <= runners[i].received < 1.0
         assert runners[i].failed_reducers == [runners[2].peer_id] and not runners[i].refused
+
+
+def test_a_round_whose_parts_are_all_refused_ends_and_tells_why():
+    """It was awaited to its end, and taken for one in which nobody was met."""
+    runners, _ = average(lambda: make_group([make_tensors(seed) for seed in range(2)], weights=[1e6, 1e6]))
+    for runner in runners:
+        assert runner.received == 0.0 and runner.refused.keys() == {one.peer_id for one in runners}
+        assert all("weight 1e+06, more than" in why for why in runner.refused.values())

@@ -350,15 +350,7 @@ class SwarmAverager(AnswersKept, SharedWords, AdmittedAverager):
         self._running_groups[group_id].set_result(runner)
         if runner.fetches_lost_answers:
             self._keep_answers(group_id, runner.answers, self._allreduce_timeout)
-        try:
-            averages = await self._averages_of(runner)
-        except AllreduceException:
-            refused = {str(peer): why for peer, why in runner.refused.items() if peer not in runner.out_of_step}
-            if not refused:
-                raise
-            # hivemind would try the same again until the time is up, and call it "could not find a group"
-            outcome.received, outcome.refused = 0.0, refused
-            return
+        averages = await self._averages_of(runner)
         if share is not None:
             share.settle(runner.lost_places, sum(runner.weights.values()), self.peer_id not in runner.refused)
         outcome.kept_own = self.reason_to_keep_own(tensors, averages)
