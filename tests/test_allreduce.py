@@ -171,8 +171,10 @@ class TakesNothingIn(SwarmAllReduce):
         yield averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
 
 
-@pytest.mark.parametrize("with_zeros", [False, True])
-@pytest.mark.parametrize("fractions", [None, [0.25, 0, 0.25, 0.25, 0.25], [0.5, 0.5], [0.3, 0.3, 0.4]])
+@pytest.mark.parametrize(
+    ("fractions", "with_zeros"),
+    [(None, True), ([0.25, 0, 0.25, 0.25, 0.25], False), ([0.5, 0.5], True), ([0.3, 0.3, 0.4], False)],
+)
 def test_a_reducer_that_takes_nothing_in_is_not_asked_for_its_own_values(fractions, with_zeros):
     """Two of them in a group, where it has room. Each would give its own values for the average of its slice, late and
     to all, and the round would count as complete."""
@@ -180,7 +182,7 @@ def test_a_reducer_that_takes_nothing_in_is_not_asked_for_its_own_values(fractio
     broken = [0, 1] if count == 5 else [0]
     tensors = [make_tensors(seed) for seed in range(count)]
     kinds = dict.fromkeys(broken, TakesNothingIn)
-    options = dict(kinds=kinds, fractions=fractions, lost_parts_are_zero=with_zeros, timeout=0.3)
+    options = dict(kinds=kinds, fractions=fractions, lost_parts_are_zero=with_zeros, timeout=5.0)
     runners, results = average(lambda: make_group(tensors, **options))
     mean = honest_mean(tensors, range(count))
     for i, (runner, result) in enumerate(zip(runners, results, strict=True)):
