@@ -190,6 +190,25 @@ def test_what_a_client_says_does_not_move_the_swarms_epoch(tracker, people):
 
 
 @pytest.mark.parametrize(
+    "samples, ends_pass, num_peers, is_ready",
+    [
+        (256, False, 1, True),
+        (255, False, 1, False),
+        (7, True, 1, True),
+        (0, True, 1, False),
+        (7, True, 2, False),
+    ],
+)
+def test_a_peer_that_is_alone_goes_by_its_own_count(tracker, samples, ends_pass, num_peers, is_ready):
+    """On a busy machine a look at the swarm began before its last samples, and ends after them."""
+    tracker.report_local_progress(3, samples)
+    progress = tracker.global_progress
+    progress.samples_accumulated, progress.eta_next_epoch, progress.num_peers = 0, float("inf"), num_peers
+    progress.epoch, tracker.ends_pass = 3, ends_pass
+    assert tracker.ready_to_update_epoch is is_ready
+
+
+@pytest.mark.parametrize(
     "epoch, silent, behind, late, why",
     [
         (3, 50.0, 0, 0, "at a long microbatch of ours"),
