@@ -93,6 +93,9 @@ def test_nobody_makes_a_variance_negative_or_a_buffer_no_number():
     beside._buffers.take(beside.read(tensor).buffers)
     beside._buffers.arrive()
     assert torch.equal(model.norm.running_mean, torch.zeros(3)) and torch.equal(model.norm.running_var, torch.zeros(3))
+    beside._buffers.shared[5:8] = -1.0  # a donor's
+    beside._buffers.arrive()
+    assert torch.equal(model.norm.running_var, torch.zeros(3))
 
 
 def test_what_was_seen_while_a_round_was_on_its_way_stays_on_top():

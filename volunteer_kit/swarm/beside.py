@@ -19,6 +19,7 @@ import torch
 from volunteer_kit.swarm.codec_wire import FLOAT32
 
 ENDS = 3  # numbers that one travels as
+VARIANCE = "running_var"  # of all of torch's norms
 IS_WEIGHT = "qweight"  # a buffer that holds a quantized weight, as GPTQ's and AWQ's layers have: it is never trained
 
 
@@ -66,17 +67,15 @@ class SharedBuffers:
         return self._sent
 
     def take(self, values: torch.Tensor) -> None:
-        """With a step: what all hold from now on. A variance is never negative, whatever somebody sent."""
-        for (_, _, name), new in zip(self._places, values.split(self._sizes()), strict=True):
-            if name == "running_var":
-                new.clamp_(min=0.0)
+        """With a step: what all hold from now on."""
         self.shared.copy_(values)
         self._before, self._is_of_a_round = self._sent, True
 
     @torch.no_grad()
     def arrive(self) -> None:
         """Into the model. What its own have moved since they were sent, while the round was on its way, stays on top;
-        that of a peer which is alone is what it sent, and is left as it is."""
+        that of a peer which is alone is what it sent, and is left as it is. A variance is never negative, whatever a
+        member or a donor sent."""
         if torch.equal(self.shared, self._arrived):
             return
         sizes = self._sizes()
@@ -85,7 +84,7 @@ class SharedBuffers:
             own = getattr(module, name)
             if not torch.equal(new, sent):
                 moved = new + (now - sent) if not torch.equal(now, sent) and self._is_of_a_round else new
-                own.copy_(_fitting(moved, own).view(own.shape))
+                own.copy_(_fitting(moved.clamp(min=0.0) if name == VARIANCE else moved, own).view(own.shape))
         self._arrived = self._before = self.shared.clone()
         self._is_of_a_round = False
 
