@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.local_swarm import local_swarm
 from volunteer_kit.doctor.steady_clock import steady_clock, verdict
-from volunteer_kit.session.lookout import Lookout
 from volunteer_kit.swarm.clock_watch import SET_CLOCK, ClockWatch, in_words
 from volunteer_kit.swarm.reach import NOBODY, Look, Reach
+from volunteer_kit.swarm.same_key import Instance, Sharing, judge
 
 HOUR, DAY = 3600.0, 86_400.0
 ADDRESS = "/ip4/10.0.0.1/tcp/1/p2p/A"
@@ -194,35 +192,6 @@ def test_a_peer_whose_clock_jumps_says_so_takes_no_step_and_goes_on(tmp_path):
             assert all(e["group_size"] > 1 for e in between), lost.story()
 
 
-@pytest.mark.parametrize(
-    ("silent_for", "waits_for_itself", "why_afresh", "anew"),
-    [
-        (0.0, False, "", False),
-        (200.0, False, "", True),  # the line has been dead for long
-        (200.0, True, "", False),  # a clock that is wrong, or no token: a new start mends neither
-        (0.0, False, "The clock is right again.", True),
-    ],
-)
-def test_the_worker_begins_anew_only_where_that_mends_something(
-    monkeypatch, silent_for, waits_for_itself, why_afresh, anew
-):
-    monkeypatch.setattr("volunteer_kit.session.lookout.LOOK_EVERY", 0.01)
-    told: queue.Queue[dict] = queue.Queue()
-    reach = SimpleNamespace(waits_for_itself=waits_for_itself, why_afresh=why_afresh)
-    optimizer = SimpleNamespace(
-        traffic=lambda: (0, 0), cut_off="the clock", cut_off_for=silent_for, states_asked_in_vain=0, reach=reach
-    )
-    session = SimpleNamespace(
-        optimizer=optimizer, trainer=object(), home=None, emit=lambda event, **fields: told.put({"event": event}),
-        tally=SimpleNamespace(totals=SimpleNamespace(samples=0)),
-    )  # fmt: skip
-    lookout = Lookout(session)
-    while told.get(timeout=60)["event"] != "cut_off":
-        pass
-    lookout.close()
-    assert lookout.must_dial_anew is anew and bool(lookout.why_anew) is anew
-
-
 def test_the_doctor_says_whether_the_clock_goes_steadily(clocks):
     assert steady_clock()().level == "ok"
     watch = clocks.watch()
@@ -241,3 +210,17 @@ def test_every_time_that_is_printed_has_its_zone():
     printed = [(name, line) for name, line in places if re.search(r"%H:%M|strftime|ctime\(|localtime\(", line)]
     bare = [(name, line.strip()) for name, line in printed if not re.search(r"UTC|%z|%Z|%SZ", line)]
     assert len(printed) >= 5 and not bare
+
+
+@pytest.mark.parametrize(
+    ("written", "sharing"),
+    [
+        (HOUR, Sharing.ALONE),  # by the worker before this one, whose clock had jumped
+        (-300.0, Sharing.ALONE),  # by the worker before this one
+        (1.0, Sharing.LATER),  # by another machine, which is here now
+    ],
+)
+def test_what_a_wrong_clock_has_dated_is_no_other_machine(written, sharing):
+    now = 1.8e9
+    own, found = Instance(b"own", now - 60.0, now), Instance(b"other", now - 900.0, now + written)
+    assert judge(own, found, []) is sharing

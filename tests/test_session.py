@@ -55,6 +55,9 @@ def test_memory_is_measured():
 RUN = load_run("demo")
 
 
+NO_DHT = SimpleNamespace(get=lambda *_, **__: None, store=lambda *_, **__: None)
+
+
 class Swarm:
     """The optimizer, as far as a session and its lookout see it."""
 
@@ -112,7 +115,7 @@ def make_session(tmp_path, monkeypatch):
             lookout=None,
             membership=SimpleNamespace(refused=threading.Event(), close=lambda: None),
             among=None,
-            peer=SimpleNamespace(dht=None, peer_id="us", admission=Admission()),
+            peer=SimpleNamespace(dht=NO_DHT, peer_id="us", admission=Admission()),
             board=SimpleNamespace(fetch=dict),
             tally=SimpleNamespace(totals=SimpleNamespace(samples=0), samples=0, end=lambda kept_until: None),
             reading=SimpleNamespace(share=lambda *_: None, next_batch=None),
@@ -237,6 +240,30 @@ def test_a_line_that_was_dead_and_memory_that_was_small_before_the_training_mean
     assert not session.lookout.must_dial_anew and not looked.is_set()
     session.trainer = SimpleNamespace(samples_per_second=0.0)
     assert looked.wait(20) and session.lookout.must_dial_anew
+
+
+@pytest.mark.parametrize(
+    ("silent_for", "waits_for_itself", "why_afresh", "anew"),
+    [
+        (0.0, False, "", False),
+        (200.0, False, "", True),  # the line has been dead for long
+        (200.0, True, "", False),  # a clock that is wrong, or no token: a new start mends neither
+        (0.0, False, "The clock is right again.", True),
+    ],
+)
+def test_a_worker_begins_anew_only_where_that_mends_something(
+    make_session, silent_for, waits_for_itself, why_afresh, anew
+):
+    """All peers of a run wait for an authority that is away: if all began anew, nobody would have the model."""
+    session = make_session(Swarm(), trainer=SimpleNamespace(samples_per_second=0.0))
+    session.optimizer.reach = SimpleNamespace(
+        known_peers=lambda: [], waits_for_itself=waits_for_itself, why_afresh=why_afresh
+    )
+    session.optimizer.cut_off, session.optimizer.cut_off_for = "the clock", silent_for
+    session.lookout = Lookout(session)
+    session.emit.wait("cut_off")
+    session.lookout.close()
+    assert session.lookout.must_dial_anew is anew and bool(session.lookout.why_anew) is anew
 
 
 def test_leaving_ends_the_wait_for_statistics(make_session, monkeypatch):

@@ -49,6 +49,8 @@ def judge(own: Instance, found: Instance | None, wrote: Collection[float], skew:
         return Sharing.ALONE
     if found.id == own.id:  # a machine that was cloned while we ran: neither was here before the other
         return Sharing.LATER
+    if found.written > own.written + SKEW:  # dated by a clock that was wrong, ours perhaps before we began afresh
+        return Sharing.ALONE
     if found.written <= own.started + skew:  # it ended when we began: the program before us on this machine
         return Sharing.ALONE
     return Sharing.FIRST if (own.started, own.id) < (found.started, found.id) else Sharing.LATER
