@@ -228,6 +228,10 @@ def test_a_port_that_is_being_given_up_is_waited_for():
     assert not gets_free(port, "127.0.0.1", within=0)
     threading.Timer(0.3, taken.close).start()
     assert gets_free(port, "127.0.0.1")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        taken_by_ip6 = other.getsockname()[1]
+        assert not gets_free(taken_by_ip6, within=0) and not gets_free(taken_by_ip6, "::1", within=0)
+        assert gets_free(taken_by_ip6, "127.0.0.1", within=0)
 
 
 def test_what_was_said_once_is_remembered_and_can_be_said_anew():

@@ -80,12 +80,12 @@ def test_decide_client_mode(monkeypatch, config, own_address, client_mode, words
     assert decided is client_mode and words in why
 
 
-def live_at(monkeypatch, *addresses: str) -> None:
+def live_at(monkeypatch, *addresses: str, without_loopback: bool = False) -> None:
     """A machine with these addresses on its cards."""
     card = psutil._common.snicaddr if hasattr(psutil._common, "snicaddr") else psutil._ntuples.snicaddr
     cards = [card(socket.AF_INET6 if ":" in one else socket.AF_INET, one, None, None, None) for one in addresses]
     found = {
-        "lo": [card(socket.AF_INET, "127.0.0.1", None, None, None)],
+        "lo": [] if without_loopback else [card(socket.AF_INET, "127.0.0.1", None, None, None)],
         "eth0": [*cards, card(psutil.AF_LINK, "02:42:ac:11:00:02", None, None, None)],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
@@ -263,6 +263,16 @@ def test_a_malformed_address_is_told_before_anything_starts(field, address, word
         start_peer(PeerConfig(**{field: [address]}))
     assert told.value.kind == "bad_address" and field in str(told.value) and repr(address) in str(told.value)
     assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    "own, listens, words", [((GLOBAL_6,), IP4, "--host-maddrs /ip6/::/tcp/0"), ((HOME,), IP6, "/ip4/0.0.0.0/tcp/0")]
+)
+def test_a_family_that_the_machine_lacks_is_told_before_anything_starts(monkeypatch, own, listens, words):
+    live_at(monkeypatch, *own, without_loopback=True)
+    with pytest.raises(SwarmError, match="This machine has no IPv") as told:
+        start_peer(PeerConfig(host_maddrs=listens))
+    assert told.value.kind == "bad_address" and words in str(told.value)
 
 
 @pytest.mark.parametrize(

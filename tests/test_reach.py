@@ -310,6 +310,8 @@ def test_addresses():
     assert split_address(f"/dns4/a.example/tcp/5555/p2p/{peer_id}")[:2] == ("a.example", 5555)
     assert is_loopback("/ip4/127.0.0.1/tcp/1") and not is_loopback("/dns4/localhost/tcp/1")
     assert is_private("/ip4/192.168.0.7/tcp/1") and not is_private("/ip4/8.8.8.8/tcp/1")
+    assert is_private("/ip4/100.64.7.2/tcp/1") and is_private("/ip6/fd12::7/tcp/1")  # a provider's own, a home's
+    assert is_private("/dns4/nas.lan/tcp/1") and not is_private("/dns4/run.example.org/tcp/1")
 
 
 WORLD, HOME = "/ip4/8.8.8.8/tcp/1/p2p/A", "/ip4/192.168.0.5/tcp/1/p2p/B"

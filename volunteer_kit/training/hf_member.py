@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import signal
 import threading
@@ -22,6 +21,7 @@ from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts, nobody_can_be
 from volunteer_kit.swarm.kits import kit_words
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, start_peer
+from volunteer_kit.swarm.reach import is_private
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
 from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
 from volunteer_kit.training.hf_config import HivemindConfig
@@ -388,18 +388,11 @@ class Member:
 
 def invitation(maddrs: list[str]) -> str:
     """The line for those who are to join: public addresses if there are any."""
-    public = [maddr for maddr in maddrs if _is_public(maddr)]
+    public = [maddr for maddr in maddrs if not is_private(maddr)]
     shown = public or maddrs
     if not shown:
         return "This peer calls others and cannot be called: others join by the address that it joined by."
     return f"To join the training, use initial_peers = {shown}"
-
-
-def _is_public(maddr: str) -> bool:
-    try:
-        return ipaddress.ip_address(maddr.split("/")[2]).is_global
-    except ValueError:
-        return "/dns" in maddr
 
 
 def device_name(device: torch.device) -> str:
