@@ -8,13 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration, get_dht_time
 
 from tests.demo_volunteer import demo_volunteer
 from volunteer_kit import session as session_module
 from volunteer_kit.home import Home
 from volunteer_kit.runs import load_run
-from volunteer_kit.session import Left, Session
+from volunteer_kit.session import Left, Renew, Session
 from volunteer_kit.session import lookout as lookout_module
 from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
 from volunteer_kit.session.tell import Tell
@@ -55,7 +57,7 @@ def test_memory_is_measured():
 RUN = load_run("demo")
 
 
-NO_DHT = SimpleNamespace(get=lambda *_, **__: None, store=lambda *_, **__: None)
+NO_DHT = SimpleNamespace(get=lambda *_, **__: None, store=lambda *_, **__: True)
 
 
 class Swarm:
@@ -282,6 +284,36 @@ def test_leaving_ends_the_wait_for_statistics(make_session, monkeypatch):
 
     monkeypatch.setattr(session_module, "Trainer", Loop)
     session.train(orders)
+
+
+def test_a_machine_whose_key_another_one_had_first_takes_a_new_one_and_begins_afresh(make_session, monkeypatch):
+    """After the step under way, and its samples stay counted."""
+    theirs = [b"t" * 8, 0.0, get_dht_time() + 3600.0]  # it was here before, and still writes
+    subkey = RSASignatureValidator().local_public_key
+    found = SimpleNamespace(value={subkey: ValueWithExpiration(theirs, theirs[2])})
+    dht = SimpleNamespace(get=lambda *_, **__: found, store=lambda *_, **__: True)
+    orders = SimpleNamespace(leave=threading.Event(), finish_at=None)
+    session = make_session(Swarm(), peer=SimpleNamespace(dht=dht, peer_id="us", admission=Admission()))
+    session.membership.identity_path = str(session.home.identity)
+    session.home.identity.write_bytes(b"the key")
+
+    class Loop:
+        def __init__(self, *_, callbacks, **__):
+            self.tell = callbacks[0]
+
+        def train(self, should_stop):
+            assert "takes a key of its own" in session.emit.wait("warning")["message"]
+            assert session.lookout.must_change_key and not should_stop(), "the step goes on"
+            self.tell.wants_renewal = bool(session.lookout.why_renew)  # as at its end
+            assert should_stop()
+
+        def tell_steps(self): ...
+
+    monkeypatch.setattr(session_module, "Trainer", Loop)
+    with pytest.raises(Renew):
+        session.train(orders)
+    assert session.home.identity.with_name("identity.key.shared").read_bytes() == b"the key"
+    assert not session.home.identity.exists(), "the next worker makes another"
 
 
 @pytest.mark.parametrize("ends", ["by a dead line", "by an error", "well"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from volunteer_kit.device.machine import memory_kills, memory_limit, usable_memory
 from volunteer_kit.home import log_end
-from volunteer_kit.training.protocol import BROKEN, OFFLINE, REFUSED, WorkerSpec
+from volunteer_kit.training.protocol import BROKEN, OFFLINE, REFUSED, RENEW, WorkerSpec
 
 GB = 1e9
 HOPELESS = 0.4  # of what training needs, which is reckoned with some room: the demo takes 0.75 GB of its 1.5
@@ -131,6 +131,8 @@ class WorkerEnd:
             return self.error.splitlines()[0].rstrip(".")
         if code == OFFLINE:
             return "nobody could be reached"
+        if code == RENEW:
+            return "it begins afresh"
         if code == -signal.SIGKILL:
             return "it was killed (SIGKILL), often the system's answer to a lack of memory"
         if code == -signal.SIGBUS:
