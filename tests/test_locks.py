@@ -118,6 +118,15 @@ def test_every_door_opens_and_shuts_whatever_the_file_system_knows(tmp_path, lac
     assert not sockets.path.exists()
 
 
+def test_sockets_of_a_process_that_locks_by_another_kind_stay(tmp_path, monkeypatch, lacks):
+    """Another container may have the folder for temporary files by another mount."""
+    sockets = SocketFolder()
+    monkeypatch.undo()
+    remove_stale_folders()
+    assert sockets.path.is_dir()
+    sockets.remove()
+
+
 def holder_file(path, **fields):
     here = locks.Holder.current()
     Path(f"{path}.holder").write_text(json.dumps(here._replace(**fields)))

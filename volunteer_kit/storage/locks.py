@@ -51,11 +51,16 @@ def try_flock(descriptor: int, *, shared: bool = False) -> bool | None:
 def _try_kinds(descriptor: int, shared: bool) -> tuple[bool | None, Kind]:
     if (is_ours := try_flock(descriptor, shared=shared)) is not None:
         return is_ours, "flock"
+    is_ours = _try_record_lock(descriptor, shared)
+    return is_ours, "file" if is_ours is None else "record"
+
+
+def _try_record_lock(descriptor: int, shared: bool = False) -> bool | None:
     try:
         _record_lock(descriptor, shared)
     except OSError as error:
-        return (False, "record") if error.errno in (*_BUSY, errno.EACCES) else (None, "file")
-    return True, "record"
+        return False if error.errno in (*_BUSY, errno.EACCES) else None
+    return True
 
 
 def _flock(descriptor: int, shared: bool) -> None:
@@ -175,19 +180,21 @@ class LockFile:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Whether some process holds the lock of this file now. No file is made. Raises OSError other than
-    FileNotFoundError."""
+    """Whether some process holds the lock of this file now, of whatever kind: it may see the file system by another
+    mount. No file is made. Raises OSError other than FileNotFoundError."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        is_ours = try_lock(descriptor)
+        found = [try_flock(descriptor)]
+        if found == [True]:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # on NFS it is a record lock, too, and would be in the other's way
+        found.append(_try_record_lock(descriptor))
     finally:
         os.close(descriptor)
-    if is_ours is not None:
-        return not is_ours
-    return not _is_left(_holder_file(Path(path)))
+    holder = _holder_file(Path(path))
+    return False in found or (holder.exists() and not _is_left(holder))
 
 
 def who_holds(path: str | Path) -> str:

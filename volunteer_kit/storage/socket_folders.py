@@ -88,8 +88,8 @@ def _remove_if_stale(folder: Path) -> None:
     descriptor = os.open(folder, _FOLDER)
     try:
         is_stale = try_flock(descriptor)
-        if is_stale is None:
-            is_stale = (folder / LOCK).exists() and not is_locked(folder / LOCK)
+        if (folder / LOCK).exists():
+            is_stale = is_stale is not False and not is_locked(folder / LOCK)
         if is_stale:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
