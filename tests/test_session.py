@@ -25,6 +25,7 @@ from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts
 from volunteer_kit.swarm.options import StepReport
+from volunteer_kit.swarm.same_key import SKEW
 from volunteer_kit.training.protocol import WorkerSpec
 
 ROOMY, TIGHT = SimpleNamespace(total=16e9, available=8e9), SimpleNamespace(total=16e9, available=1e9)
@@ -288,10 +289,16 @@ def test_leaving_ends_the_wait_for_statistics(make_session, monkeypatch):
 
 def test_a_machine_whose_key_another_one_had_first_takes_a_new_one_and_begins_afresh(make_session, monkeypatch):
     """After the step under way, and its samples stay counted."""
-    theirs = [b"t" * 8, 0.0, get_dht_time() + 3600.0]  # it was here before, and still writes
     subkey = RSASignatureValidator().local_public_key
-    found = SimpleNamespace(value={subkey: ValueWithExpiration(theirs, theirs[2])})
-    dht = SimpleNamespace(get=lambda *_, **__: found, store=lambda *_, **__: True)
+
+    def theirs(*_, **__):
+        """It was here before, and still writes; its clock is a little ahead, or we would wait for SKEW."""
+        now = get_dht_time()
+        record = [b"t" * 8, 0.0, now + 0.9 * SKEW]
+        return SimpleNamespace(value={subkey: ValueWithExpiration(record, now + 60.0)})
+
+    monkeypatch.setattr(lookout_module, "SWARM_EVERY", 0.1)
+    dht = SimpleNamespace(get=theirs, store=lambda *_, **__: True)
     orders = SimpleNamespace(leave=threading.Event(), finish_at=None)
     session = make_session(Swarm(), peer=SimpleNamespace(dht=dht, peer_id="us", admission=Admission()))
     session.membership.identity_path = str(session.home.identity)
