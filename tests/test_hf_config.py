@@ -26,7 +26,7 @@ def test_the_least_that_is_needed():
     for config in ({"opt": OPT}, {"dht": None, "opt": OPT}, {"dht": {}, "opt": {**OPT, "verbose": True}}):
         found = read_hivemind_config(config)
         assert found.run_id == "spanish" and found.options.target_batch_size == 512 and found.words == ()
-        assert not found.peer.initial_peers and found.peer.host_maddrs == ["/ip4/0.0.0.0/tcp/0"]
+        assert not found.peer.initial_peers and found.peer.host_maddrs == ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
         assert not found.options.delay_optimizer_step  # as hivemind's
     assert found.options.verbose and found.wait_for_peers == 1
     assert read(wait_for_peers=2).wait_for_peers == 2
