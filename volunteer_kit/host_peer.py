@@ -27,6 +27,7 @@ from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.host_membership import HostMembership
 from volunteer_kit.swarm.manifest import validators
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
+from volunteer_kit.swarm.records import PeerBoard
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -48,6 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if membership is not None:
             membership.keep(peer)
             peer.dht.add_validators(validators(membership.admission.trust, run_key_of(config)))
+        PeerBoard(peer.dht, config.run_id)  # a node that cannot check signed records keeps none for others
         print(json.dumps({"ready": {"peer_id": str(peer.peer_id), "maddrs": peer.visible_maddrs()}}), flush=True)
         while not stop.is_set():
             time.sleep(0.2)  # not stop.wait(): the signal's handler could find its lock taken by this very thread

@@ -32,6 +32,7 @@ def host_peer_only(
     """
     from volunteer_kit.runs import RunConfig, load_run
     from volunteer_kit.swarm.peer import PeerConfig, start_peer
+    from volunteer_kit.swarm.records import PeerBoard
 
     config = run if isinstance(run, RunConfig) else load_run(run)
     peer = start_peer(
@@ -43,6 +44,7 @@ def host_peer_only(
         )
     )
     try:
+        PeerBoard(peer.dht, config.run_id)  # a node that cannot check signed records keeps none for others
         on_start()
         name = config.run_id if isinstance(run, RunConfig) else str(run)
         for line in invitation(name, peer.visible_maddrs()):
