@@ -171,7 +171,7 @@ class Story:
         self.warn(str(event["message"]))
 
     def _renewing(self, event: Event) -> None:
-        self.be("starting", "afresh, to give memory back")
+        self.be("starting", "afresh")
         self.warn(str(event["message"]))
 
     def _error(self, event: Event) -> None:
