@@ -378,9 +378,9 @@ class SwarmProgressTracker(ProgressTracker):
         return progress
 
     def _put_in_our_own(self, kept: dict[Any, tuple[LocalTrainingProgress, float]]) -> None:
-        """What the DHT has of ours is older than what we know; a microbatch would be missing."""
+        """What the DHT has of ours is older than what we know; a microbatch would be missing, or a whole share."""
         for subkey, (claim, expiration) in kept.items():
-            if claim.peer_id == self.dht.peer_id.to_bytes() and claim.epoch == self.local_progress.epoch:
+            if claim.peer_id == self.dht.peer_id.to_bytes():
                 kept[subkey] = self._said(), expiration
 
     def seen(self) -> str:
