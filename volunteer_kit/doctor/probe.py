@@ -66,7 +66,9 @@ async def _dial_all(addresses: list[str]) -> dict[str, str]:
     """Address -> "" if it answers as who it should be, or why not."""
     from hivemind.p2p import P2P
 
-    p2p = await P2P.create(startup_timeout=PEER_START)
+    from volunteer_kit.addressing import LISTEN
+
+    p2p = await P2P.create(host_maddrs=[*LISTEN], startup_timeout=PEER_START)
     try:
         return dict(zip(addresses, await asyncio.gather(*(_dial(p2p, a) for a in addresses)), strict=True))
     finally:
