@@ -118,7 +118,6 @@ BLACK = (0, 0, 0)
         (png(2, 8, 3, bytes([0, 1]), bytes([255, 128]), bytes([*RED, *BLACK])), [RED, (127, 127, 127)]),
         (png(2, 8, 4, bytes([0, 255, 0, 0])), [BLACK, WHITE]),
     ],
-    ids=str,
 )  # fmt: skip
 def test_every_depth_and_transparency_of_a_png(data, row):
     pixels = decode_image(data, len(row)).astype(int)
@@ -135,7 +134,6 @@ def test_every_depth_and_transparency_of_a_png(data, row):
         (quarters(BLACK, BLACK, WHITE, WHITE).convert("1"), "BMP", [BLACK, BLACK, WHITE, WHITE]),
         (quarters(*UP).convert("RGBA"), "WEBP", UP),
     ],
-    ids=str,
 )
 def test_other_kinds_and_colours(image, kind, colours):
     pixels = decode_image(saved(image, kind), 16)
