@@ -262,6 +262,7 @@ BOM = b"\xef\xbb\xbf"
         (gzip.compress(BOM + TXT), gzip.compress(META)),
         (BOM, json.dumps({**SAFE, "caption": "\ufeffa red square"}).encode()),
     ],
+    ids=["utf-8", "utf-16", "gzip", "caption in the json"],
 )
 def test_marks_of_byte_order_and_gzip_are_no_part_of_a_text(caption, meta, tmp_path):
     records, counts = read(in_tar(tmp_path / "x.tar", ("0.jpg", JPG), ("0.txt", caption), ("0.json", meta)))
@@ -295,6 +296,7 @@ def test_what_is_gzipped_unpacks_to_no_more_than_is_allowed(files, cause, tmp_pa
         (b"<!doctype html><html>" + b" " * 600, "a web page"),
         (b"\0\1" * 600, "not a tar file"),
     ],
+    ids=["gzip", "bzip2", "xz", "zstd", "zip", "parquet", "git-lfs", "html", "noise"],
 )
 def test_what_is_no_tar_is_called_by_its_name(data, says, tmp_path):
     (tmp_path / "x.tar").write_bytes(data)
