@@ -176,7 +176,7 @@ def test_a_moderator_works_from_the_command_line(run_verb, hub):
     assert "lifted" in run_verb("unban", "eve").stdout and "Nobody is banned" in run_verb("bans").stdout
     assert "is out" in run_verb("remove", "berta").stdout
     lines = run_verb("log").stdout.splitlines()
-    assert [line.split()[3] for line in lines] == ["removed", "unbanned", "banned", "added"]
+    assert [line.split()[4] for line in lines] == ["removed", "unbanned", "banned", "added"]
 
 
 def test_what_a_moderator_may_not_do_is_told(run_verb, hub, monkeypatch):

@@ -51,7 +51,7 @@ def of_demo(old: str, new: str) -> str:
         (["join", "dalle-laion", "--new-swarm"], ["code shards", "--data", "volunteer-kit encode"]),
         (["demo", "--run", "emoji", "--data", "/nope/*.tar"], ["No shard matches '/nope/*.tar'", "1. "]),
         (["join", "emoji", "--new-swarm", "--data", "/nope/*.tar"], ["No shard matches"]),
-        (["demo", "--run", "emoji", "--data", "s3://x/0.tar"], ["paths and http(s) addresses"]),
+        (["demo", "--run", "emoji", "--data", "ftp://x/0.tar"], ["paths, http(s) addresses"]),
     ],
     ids=lambda value: " ".join(value)[:60],
 )

@@ -172,7 +172,7 @@ def test_a_full_disk_is_told_and_room_is_all_it_takes(tmp_path, tiny_disk):
         (["{tmp}/nothing-*.tar", "{tmp}/out", "--run", "emoji"], ["No shard matches", "1."]),
         (["{tmp}/in", "{tmp}/in/00000.tar", "--run", "emoji"], ["is a file, not a folder"]),
         (["{tmp}/in", "{tmp}/in", "--run", "emoji"], ["written over itself"]),
-        (["s3://bucket/x.tar", "{tmp}/out", "--run", "emoji"], ["not from s3"]),
+        (["ftp://bucket/x.tar", "{tmp}/out", "--run", "emoji"], ["not from ftp"]),
         (["{tmp}/in", "{tmp}/out", "--run", "emoji", "--workers", "0"], ["--workers"]),
         (["{tmp}/in", "{tmp}/out"], ["--run"]),
         (["{tmp}/in", "--run", "emoji"], ["out"]),

@@ -145,10 +145,10 @@ def test_who_came_at_the_same_moment_with_other_settings_is_told_once(capsys):
     member = object.__new__(Member)
     member.config, member.fingerprint = SimpleNamespace(run_id="ours"), "a" * 32
     member.loss, member._told_of_mismatch = 2.0, False
-    other = SimpleNamespace(fingerprint="b" * 32, loss=1.0)
+    other = SimpleNamespace(fingerprint="b" * 32, loss=1.0, kit="")
     member._look_at([other])
     member._look_at([other])
     assert capsys.readouterr().out.count("with another model or other settings (theirs bbbbbbbb, yours aaaaaaaa)") == 1
     assert member.swarm_loss == 2.0, "that of another model says nothing"
-    member._look_at([other, SimpleNamespace(fingerprint="a" * 32, loss=1.0)])
+    member._look_at([other, SimpleNamespace(fingerprint="a" * 32, loss=1.0, kit="")])
     assert capsys.readouterr().out == "" and member.swarm_loss == 1.5

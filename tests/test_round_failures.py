@@ -132,7 +132,7 @@ def test_a_record_with_every_cause_is_small_and_comes_back():
 
 def test_a_newer_kits_causes_and_fields_are_left_out():
     told = record_of(A, rounds={"rounds": 3, "failed": {"no_group": 1, "solar_flare": 2}, "mood": "good"})
-    assert told.rounds.dict() == {"rounds": 3, "complete_groups": 0, "failed": {"no_group": 1}}
+    assert told.rounds.dict() == {"rounds": 3, "complete_groups": 0, "failed": {"no_group": 1}, "kit": ""}
     assert record_of(A).rounds is None
 
 

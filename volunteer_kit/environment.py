@@ -136,16 +136,6 @@ VARIABLES: tuple[Variable, ...] = (
         "every command", "libraries",
     ),
     Variable("USER", "A trainer's name, if it is given none.", "`swarm_trainer`", "libraries"),
-    Variable(
-        "HOME",
-        "Your home folder. A user without one names a folder with `--home` or `VOLUNTEER_KIT_HOME`; the kit sets `HOME`"
-        " to it for libraries, which keep caches there.",
-        "every command",
-        "libraries",
-    ),
-    Variable(
-        "LOGNAME", "The kit sets it to the user's number where no list of users has a name.", "libraries", "libraries"
-    ),
     Variable("KAGGLE_*", "Kaggle sets several of these. Kaggle's image sets Colab's too, so it is asked first.",
              "`join`, the notebooks", "platforms"),
     Variable("COLAB_*", "Colab's release and, on older TPU runtimes, the TPU's address.", "`join`, the notebooks",

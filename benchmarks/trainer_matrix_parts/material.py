@@ -75,7 +75,7 @@ def folder_of(make: Callable[[], transformers.PreTrainedModel]) -> str:
 
 def stored() -> transformers.PreTrainedModel:
     """`llama`, read from a folder, which TRL reads its reference model from."""
-    return transformers.LlamaForCausalLM.from_pretrained(folder_of(llama))
+    return transformers.LlamaForCausalLM.from_pretrained(folder_of(llama), trust_remote_code=False)
 
 
 def classifier():
