@@ -20,6 +20,7 @@ class Model(torch.nn.Module):
         self.register_buffer("cache", torch.ones(4), persistent=False)
         self.register_buffer("table", torch.arange(5))
         self.register_buffer("mask", torch.tensor(True))
+        self.register_buffer("shade", torch.triu(torch.full((3, 3), float("-inf")), 1))
         self.quantized = torch.nn.Module()
         self.quantized.register_buffer("qweight", torch.ones(6, dtype=torch.int32))
         self.quantized.register_buffer("scales", torch.ones(6))
@@ -28,6 +29,16 @@ class Model(torch.nn.Module):
 def test_what_is_shared():
     names = [name for name, _, _ in shared_buffers(Model())]
     assert names == ["level", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+def test_a_buffer_that_is_no_number_is_not_given():
+    """One that came to NaN on one peer would have the whole of its part refused."""
+    model = Model()
+    beside = BesideGradients(4, SharedBuffers(model))
+    model.norm.running_mean[0] = float("nan")
+    tensor = beside.make_tensor()
+    beside.fill(tensor)
+    assert tensor.isfinite().all() and (tensor.sum(1) == 0).sum() == 1
 
 
 def infos(tensors):

@@ -197,3 +197,22 @@ def test_every_road_sees_the_same_pixels(tmp_path):
     )
     red = [[image[0, 0, 0], image[0, -1, 0], image[-1, 0, 0], image[-1, -1, 0]] for image in images]
     assert [codes.use(raw).codes.tolist() for raw in codes.read(made, 0, None, 1e18)] == np.array(red).tolist()
+
+
+def test_a_gif_with_a_long_comment_is_left_out_at_once():
+    """Pillow 11 joins its blocks in quadratic time: 32 MB would hold the interpreter for minutes."""
+    whole = saved(quarters(*UP), "GIF")
+    head = 13 + (3 << ((whole[10] & 7) + 1))
+    comment = b"\x21\xfe" + (b"\xff" + b"c" * 255) * 5000 + b"\0"
+    with pytest.raises(LeftOut, match="bad_image"):
+        decode_image(whole[:head] + comment + whole[head:], 8)
+    short = b"\x21\xfe\x03abc\0"
+    assert corners(decode_image(whole[:head] + short + whole[head:], 16)) == UP
+
+
+def test_a_picture_with_a_very_long_side_is_left_out():
+    """Pillow 11 makes room for the rows that a run-length BMP skips before it looks how many there are."""
+    data = bytearray(saved(Image.new("L", (8, 8)), "BMP"))
+    struct.pack_into("<ii", data, 18, 40_000_000, 1)
+    with pytest.raises(LeftOut, match="image_too_large"):
+        decode_image(bytes(data), 8)

@@ -143,7 +143,8 @@ def make_session(tmp_path, monkeypatch):
 def test_who_hides_the_own_name_tells_it_nobody(make_session, hides):
     told = []
     session = make_session(
-        SimpleNamespace(local_epoch=3), board=SimpleNamespace(publish=told.append),
+        SimpleNamespace(local_epoch=3, reach=SimpleNamespace(waits_for_itself=False)),
+        board=SimpleNamespace(publish=told.append),
         spec=SimpleNamespace(name="ann", hide_name=hides),
         peer=SimpleNamespace(peer_id=PeerID(b"\x12\x20" + bytes(32)), client_mode=True),
         compute=SimpleNamespace(found=SimpleNamespace(name="Tesla T4")),

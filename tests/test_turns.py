@@ -57,6 +57,21 @@ def test_another_batch_is_computed_when_others_will_not_bring_it(own, batch, pla
     assert may_compute(own, batch, 16, place, others) is may
 
 
+def test_a_slow_device_is_not_waited_for_longer_than_a_batch():
+    """10 and 0.5 samples/s: an even share each would take the slow one an hour, and the quick one would stand still."""
+    own, slow, seconds = 0.0, 0.0, 0.0
+    while own + slow < 4096:
+        ahead = 3.0 + 8 / 10
+        assert may_compute(own, 8, 4096, 0, [Other(slow, None, False, 1, speed=0.5)], ahead) or own + slow > 4080
+        own, seconds = own + 8, seconds + 0.8
+        slow = 0.5 * seconds
+    assert seconds < 400
+
+
+def test_a_quick_device_is_left_its_share():
+    assert not may_compute(8, 4, 16, 0, [Other(0, None, False, 1, speed=500.0)], 3.0)
+
+
 def test_turns_are_taken_when_a_step_is_less_than_a_batch_of_each():
     assert takes_turns(2, 8, 8) and takes_turns(3, 8, 16)
     assert not takes_turns(2, 8, 16) and not takes_turns(1, 8, 8)
@@ -95,6 +110,7 @@ class Alike:
     def __init__(self, others, own=8, rounds=()):
         self.now, self.local_epoch, self.target_batch_size = 0.0, 3, 16
         self.others, self.rounds, self.story = others, list(rounds), []
+        self._waited_enough_in = meeting.MeetingOptimizer._waited_enough_in
         self.grad_averager = SimpleNamespace(local_samples_accumulated=own)
         self.tracker = SimpleNamespace(
             others_at_work=lambda epoch: (0, self.others), wait_in=lambda epoch: self.story.append(epoch),
@@ -133,6 +149,10 @@ def test_a_peer_with_its_share_waits_for_the_others_and_not_for_ever(monkeypatch
     meeting.MeetingOptimizer.await_turn(alike, 4, last)
     assert least <= alike.now <= most
     assert alike.story[-1] is None and (3 in alike.story) is (most > 0)
+    if not rounds and most > 0:  # in vain: in this epoch it does not wait again
+        before = alike.now
+        meeting.MeetingOptimizer.await_turn(alike, 4, last)
+        assert alike.now == before
 
 
 def test_with_one_batch_a_step_the_second_peer_is_told_that_it_takes_turns(monkeypatch):

@@ -136,8 +136,8 @@ class RunDoor:
 
     def ask(self) -> Admission:
         """Raises LoginError, AuthorityRefused, with the reason."""
-        self.membership = Membership(self.run, self._config.identity_path, self._token, print)
-        self.membership.ask(on_wait=lambda reason, seconds: print(f"{reason} It is asked again in {seconds:.0f} s."))
+        self.membership = Membership(self.run, self._config.identity_path, self._token, output.say)
+        self.membership.ask(on_wait=lambda why, seconds: output.say(f"{why} It is asked again in {seconds:.0f} s."))
         return self.membership.admission
 
     def keep(self, peer: Peer) -> None:

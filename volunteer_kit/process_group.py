@@ -157,6 +157,10 @@ def _stop_ourselves() -> None:
 
 def _stop_all() -> list[int]:
     """SIGSTOP everything that start() has started. :returns: the pids; a process may fork until it is stopped"""
+    if not PROC.is_dir():  # macOS: by groups, whose numbers os.kill takes negative
+        groups = [-leader for leader in [*_leaders]]
+        _signal_all(groups, signal.SIGSTOP)
+        return groups
     stopped: list[int] = []
     while more := [pid for leader, mark in [*_leaders.items()] for pid in find(leader, mark) if pid not in stopped]:
         _signal_all(more, signal.SIGSTOP)
@@ -176,7 +180,7 @@ def _continued_at_our_end(pids: list[int]) -> Iterator[None]:
     if not pids:
         yield
         return
-    command = f"read line || kill -CONT {' '.join(map(str, pids))}"
+    command = f"read line || kill -CONT {'-- ' if pids[0] < 0 else ''}{' '.join(map(str, pids))}"
     with subprocess.Popen(
         ["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -206,11 +206,13 @@ class Supervisor:
                     outages += 1
                 else:
                     crashes += 1
-                lack = self._memory.lack(self._plan) if self.exit_code in (-signal.SIGKILL, BROKEN) else None
+                was_killed = self.exit_code == -signal.SIGKILL
+                was_killed |= self.exit_code == BROKEN and "(SIGKILL)" in self._error
+                lack = self._memory.lack(self._plan) if was_killed else None
                 end = WorkerEnd(self.exit_code, self._error, self._error_kind, lack)
                 smaller = lack.smaller(self.spec) if lack is not None and self.spec is not None else self.spec
                 may_follow = end.may_be_followed(crashes, self.max_restarts, self._connected)
-                if not (self.restart and may_follow and smaller is not None):
+                if not (self.restart and may_follow and (lack is None or smaller is not None)):
                     self._tell("gave_up", message=end.why_given_up(crashes, self.log_path))
                     return
                 in_a_row = outages if self.exit_code == OFFLINE else crashes

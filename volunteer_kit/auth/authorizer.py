@@ -192,7 +192,10 @@ class Authorizer:
             good = f"is good for {left / 60:.0f} min more" if is_known else "holds until it ends"
             text = f"{refused.first_line} The access token in hand {good}; asking on."
             _log.warning(text)
-            self._on_trouble(text)
+            try:
+                self._on_trouble(text)
+            except Exception:  # without this thread the token would end silently
+                _log.exception("The trouble with the authority could not be told")
         # jitter: when an authority comes back, its volunteers must not all knock in the same second
         self._due = time.monotonic() + pause * random.uniform(0.7, 1.3)
 

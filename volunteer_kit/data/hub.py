@@ -170,7 +170,8 @@ class HubSource:
     def _open(self, shard: str, start: int, stop: int, give_up_at: float) -> BinaryIO:
         place = self._place(shard, give_up_at)
         wait_for_a_host(hosts_of([place.url]), give_up_at)
-        body = HttpBody(place.url, self._limits, give_up_at, start, stop, self._connections)
+        limits = self._limits._replace(addresses=hub_addresses(self._limits.addresses))  # as the session's
+        body = HttpBody(place.url, limits, give_up_at, start, stop, self._connections)
         return io.BufferedReader(body, READ_AHEAD)
 
     def _wanted(self, table: Table) -> list[str]:

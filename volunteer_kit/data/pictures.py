@@ -14,6 +14,9 @@ from .source import LeftOut
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # by what the bytes say; crawls name any of them .jpg
 MAX_PIXELS = 40_000_000  # of one image; a small file can unpack to gigabytes
+MAX_SIDE = 65_535  # pixels, as JPEG's; Pillow fills skipped rows of a BMP before it looks how many there are
+MAX_GIF_HEAD = 2**20  # bytes before a GIF's first picture; Pillow 11 joins its comments in quadratic time
+ROWS = 64  # converted at a time
 ORIENTATION = 0x0112  # the tag of EXIF
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -32,6 +35,8 @@ def decode_image(data: bytes, size: int, max_aspect: float = math.inf) -> np.nda
     says, transparency becomes white, greys of 16 bits keep their tones, and of an animation the first picture is taken.
     Colour profiles are not applied. Raises LeftOut."""
     try:
+        if data[:4] == b"GIF8" and _first_picture(data) > MAX_GIF_HEAD:
+            raise LeftOut("bad_image")
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
         raise LeftOut("image_too_large") from None
@@ -39,7 +44,7 @@ def decode_image(data: bytes, size: int, max_aspect: float = math.inf) -> np.nda
         raise LeftOut("bad_image") from None
     with image:
         width, height = image.size
-        if width * height > MAX_PIXELS:
+        if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
             raise LeftOut("image_too_large")
         if aspect(width, height) > max_aspect:
             raise LeftOut("aspect")
@@ -52,6 +57,18 @@ def decode_image(data: bytes, size: int, max_aspect: float = math.inf) -> np.nda
             return np.asarray(_square(pixels if turn is None else pixels.transpose(turn), size))
         except Exception:
             raise LeftOut("bad_image") from None
+
+
+def _first_picture(data: bytes) -> int:
+    """Where it begins in a GIF. Raises IndexError where there is none."""
+    at = 13 + (3 << ((data[10] & 7) + 1) if data[10] & 0x80 else 0)  # header, table of colours
+    while data[at] != 0x2C:
+        if data[at] == 0x21:  # an extension: its kind, then blocks that tell their length
+            at += 2
+            while data[at]:
+                at += data[at] + 1
+        at += 1
+    return at
 
 
 def _depth(image: Image.Image) -> int:
@@ -82,7 +99,7 @@ def _with_alpha(image: Image.Image, clear: object, depth: int) -> Image.Image:
     """The picture with an alpha channel, or as Pillow can make one of it. A PNG names its transparent colour in the
     file's own depth, and Pillow compares that with pixels of 8 bits."""
     if image.mode.startswith("I"):
-        alpha = Image.fromarray(np.where(np.asarray(image) == clear, 0, 255).astype(np.uint8))
+        alpha = Image.fromarray(np.where(np.asarray(image) == clear, np.uint8(0), np.uint8(255)))
         return Image.merge("LA", (_eight_bits(image), alpha))
     if image.mode == "L" and depth < 8 and isinstance(clear, int):
         image.info["transparency"] = clear * 255 // (2**depth - 1)
@@ -96,7 +113,11 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     them white. Others stay."""
     if not image.mode.startswith("I"):
         return image
-    return Image.fromarray(TO_8_BITS[np.clip(np.asarray(image), 0, 65535)])
+    grey = np.asarray(image)
+    eight = np.empty(grey.shape, np.uint8)
+    for top in range(0, len(grey), ROWS):  # at once it would take ten times the picture's memory
+        eight[top : top + ROWS] = TO_8_BITS[np.clip(grey[top : top + ROWS], 0, 65535)]
+    return Image.fromarray(eight)
 
 
 def _square(image: Image.Image, size: int) -> Image.Image:

@@ -258,8 +258,11 @@ class Session:
             self.optimizer.uncertain_steps.leaving()
             self.tally.end(self.optimizer.uncertain_steps.kept_until())
         path = saver.save(self.optimizer) if saver and self.optimizer.local_epoch > 0 else None
-        if self.lookout.must_change_key:
-            give_up_key(self.membership.identity_path)
+        if self.lookout.must_change_key and give_up_key(self.membership.identity_path) is None:
+            raise SentAway(
+                "Another machine takes part under the key of this one, and the key's file cannot be moved: "
+                f"{self.membership.identity_path}\n1. Name another file: --identity-path ./other.key"
+            )
         if renews and not orders.leave.is_set():
             self.emit("renewing", message=self.lookout.why_renew)
             raise Renew
@@ -299,6 +302,8 @@ class Session:
         return self.trainer.samples_per_second if self.trainer else 0.0
 
     def publish(self, loss: float | None = None, speed: float = 0.0) -> None:
+        if self.optimizer.reach.waits_for_itself:
+            return  # a record that a wrong clock dates would stand as long as it is ahead
         self.board.publish(
             PeerRecord(
                 peer_id=self.peer.peer_id.to_bytes(),

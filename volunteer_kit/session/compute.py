@@ -138,7 +138,7 @@ def _within_memory(found: Device, plan: DevicePlan, work: Workload, spec: Worker
         raise SwarmError(hopeless, kind="memory")
     if total < least:
         told = memory_words(total, memory_limit() is not None, least)
-        how = " The smallest batches are taken." if found.kind != "tpu" else ""
+        how = " The smallest batches are taken." if found.kind == "cpu" else ""  # a GPU's batches take none of it
         return smaller_plan(plan, 1, True) if how else plan, f"Memory is short: {told}.{how}"
     batch = plan.batch_size
     while batch > 1 and found.kind == "cpu" and needed(batch, plan.checkpointing) > total:

@@ -152,6 +152,8 @@ class Lookout:
         return time.monotonic() - self._shared_since > LAST_STEP
 
     def _look_at_the_key(self) -> None:
+        if self._session.optimizer.reach.waits_for_itself:
+            return  # a record that a wrong clock dates would stand as long as it is ahead
         sharing = self._key.look()
         if sharing is Sharing.ALONE:
             return

@@ -76,6 +76,7 @@ class AssembledOptimizer(hivemind.Optimizer):
         if local_steps is not None:
             self._take_local_steps(local_steps, own)
         self.reach = Reach(peer.dht, options.alone_after)
+        self.tracker.may_date = lambda: not self.reach.waits_for_itself
 
     def _take_local_steps(self, config: LocalStepsConfig, params: Sequence[Any]) -> None:
         averager = self.state_averager

@@ -19,14 +19,15 @@ import torch
 from volunteer_kit.swarm.codec_wire import FLOAT32
 
 ENDS = 3  # numbers that one travels as
+ROUNDING = 1e-6  # of a mean of equal numbers
 VARIANCE = "running_var"  # of all of torch's norms
 IS_WEIGHT = "qweight"  # a buffer that holds a quantized weight, as GPTQ's and AWQ's layers have: it is never trained
 
 
 def shared_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """(full name, module, name in it) of what is shared: persistent buffers of floating point, and counters (single
-    whole numbers). Tables of whole numbers, truth values, and all that belongs to a quantized weight are each peer's
-    own; so are caches, which are not persistent."""
+    whole numbers). Tables of whole numbers, truth values, buffers with values that are not finite, and all that belongs
+    to a quantized weight are each peer's own; so are caches, which are not persistent."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if getattr(module, IS_WEIGHT, None) is not None:
@@ -34,7 +35,7 @@ def shared_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
         for name, buffer in module.named_buffers(recurse=False):
             is_counter = buffer.ndim == 0 and buffer.dtype != torch.bool and not buffer.is_complex()
             is_own = name in module._non_persistent_buffers_set or id(buffer) in seen
-            if not is_own and (buffer.is_floating_point() or is_counter):
+            if not is_own and (buffer.is_floating_point() or is_counter) and _is_finite(buffer):
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, module, name
 
@@ -82,7 +83,7 @@ class SharedBuffers:
         parts = (tensor.split(sizes) for tensor in (self.shared, self._before, self._read()))
         for (_, module, name), new, sent, now in zip(self._places, *parts, strict=True):
             own = getattr(module, name)
-            if not torch.equal(new, sent):
+            if not torch.allclose(new, sent, rtol=ROUNDING, atol=0.0):  # a constant stays what it is
                 moved = new + (now - sent) if not torch.equal(now, sent) and self._is_of_a_round else new
                 own.copy_(_fitting(moved.clamp(min=0.0) if name == VARIANCE else moved, own).view(own.shape))
         self._arrived = self._before = self.shared.clone()
@@ -94,6 +95,10 @@ class SharedBuffers:
     def _read(self) -> torch.Tensor:
         read = [getattr(module, name).detach().reshape(-1).to(**FLOAT32) for _, module, name in self._places]
         return torch.cat([torch.empty(0, **FLOAT32), *read])
+
+
+def _is_finite(buffer: torch.Tensor) -> bool:
+    return buffer.device.type == "meta" or bool(buffer.detach().float().isfinite().all())
 
 
 def _fitting(values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -142,6 +147,7 @@ class BesideGradients:
         own = [self._used.to(tensor.dtype), *([] if self._buffers is None else [self._buffers.send()])]
         tensor.fill_(1.0)
         tensor[:, 1] = torch.cat(own)
+        tensor[~tensor[:, 1].isfinite()] = 0.0  # not given, or the whole would be refused: the others' mean counts
 
     def is_any_used(self, tensor: torch.Tensor) -> bool:
         came, values = _read(tensor[: len(self._used)])

@@ -7,6 +7,7 @@ and dead connections.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -14,6 +15,7 @@ from datetime import datetime, timezone
 LIMIT = 3.0  # s; hivemind refuses the records of a peer whose clock is further off
 SLEPT = 10.0  # s; shorter ones break no connection
 AWAKE_FOR = 60.0  # s after a sleep in which it is still what silence comes from
+UNDENIED = 300.0  # s after which a lone peer believes a clock that nobody denies
 LONG = 60.0  # s that a wrong clock may last without harm: records that it has dated wrongly stay in the DHT
 SET_CLOCK = "sudo timedatectl set-ntp true"
 
@@ -21,6 +23,8 @@ SET_CLOCK = "sudo timedatectl set-ntp true"
 def running_clock() -> float:
     """s that go on while the machine sleeps, and that nobody can set (Linux: CLOCK_BOOTTIME)."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
+    if clock is None and sys.platform == "darwin":
+        clock = time.CLOCK_MONOTONIC_RAW  # goes on in sleep there, as time.monotonic() does not
     return time.clock_gettime(clock) if clock is not None else time.monotonic()
 
 
@@ -84,6 +88,13 @@ class ClockWatch:
             self._wrong_since, self._is_confirmed = None, False
         else:
             self._is_confirmed = True
+
+    def believe_unless_denied(self) -> None:
+        """Nobody is there to be asked. A virtual machine that was stopped whole has got the true time by its jump, and
+        would stand still for ever."""
+        since = self._wrong_since
+        if since is not None and not self._is_confirmed and self._awake() - since > UNDENIED:
+            self._right, self._wrong_since = self._wall() - self.running(), None
 
     def _come_right(self) -> None:
         if self._wrong_since is None:

@@ -26,6 +26,7 @@ from volunteer_kit.swarm.reachability import (
     as_ip,
     host_of,
     is_local_swarm,
+    kind_of,
     majority,
 )
 
@@ -63,7 +64,12 @@ def whom_to_ask(family: str, machine: Machine, places: Sequence[Place]) -> dict[
     found: dict[str, list[str]] = {}
     for place in places:
         if family in place.families and not place.is_local:
-            found.setdefault(place.peer_id, []).append(place.maddr)
+            maddr = place.maddr
+            if kind_of(maddr) == "dnsaddr":
+                continue  # p2pd would call by either family
+            if kind_of(maddr) == "dns":
+                maddr = f"/dns{family[2:]}/{maddr.removeprefix('/dns/')}"
+            found.setdefault(place.peer_id, []).append(maddr)
     return {peer: found[peer] for peer in random.sample(sorted(found), min(ASKED, len(found)))}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
 
+from volunteer_kit.swarm.progress import SLOWEST
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import LONGEST
 from volunteer_kit.swarm.turns import may_compute, takes_turns
@@ -18,6 +19,7 @@ IN_ALL = 5.0  # matchmaking times, if it was in groups meanwhile: a leader waits
 # of waiting for what others should bring to a step: s at least, and of the time that its share took, until a peer
 # computes more itself; at the next places twice, three times as long, or all would
 TURN_PATIENCE, PATIENCE_SHARE = 3.0, 0.1
+TOLD_WITHIN = 3.0  # s in which one hears what others have done
 FIRST_PATIENCE = 10.0  # s likewise, while one has not brought anything yet: its first batch takes longest
 WORD_EVERY, LOOK = 1.0, 1.0  # s, between words of one that waits, and for a look at the others'
 POLL, POLL_SHARE = 0.02, 0.1  # between looks: s at least, and of the time since the epoch began
@@ -28,6 +30,7 @@ class MeetingOptimizer(VerifyingOptimizer):
     """hivemind.Optimizer that comes together with those who are here."""
 
     takes_turns = False  # a step holds fewer batches than there are peers
+    _waited_enough_in = -1  # the epoch in which others were waited for in vain
     _next_begun_lookup = 0.0  # time.monotonic(), of whether the others' round has begun without us
 
     def __init__(self, **parts: Any):
@@ -100,10 +103,13 @@ class MeetingOptimizer(VerifyingOptimizer):
         tracker, target, epoch = self.tracker, self.target_batch_size, -1
         if self.delay_grad_averaging or batch <= 0:
             return
+        ahead = TOLD_WITHIN + batch / max(tracker.performance_ema.samples_per_second, SLOWEST)
         try:
             while self.cut_off is None and (last_epoch is None or self.local_epoch < last_epoch):
                 place, others = tracker.others_at_work(self.local_epoch)
-                if may_compute(self.grad_averager.local_samples_accumulated, batch, target, place, others):
+                if may_compute(self.grad_averager.local_samples_accumulated, batch, target, place, others, ahead):
+                    return
+                if self.local_epoch == self._waited_enough_in:
                     return
                 if self.local_epoch != epoch:
                     epoch, told = self.local_epoch, time.monotonic()
@@ -111,6 +117,7 @@ class MeetingOptimizer(VerifyingOptimizer):
                     deadline = told + max(least, PATIENCE_SHARE * tracker.seconds_in_epoch) * (1 + place)
                     tracker.wait_in(epoch)
                 if time.monotonic() > deadline:
+                    self._waited_enough_in = self.local_epoch
                     return
                 self.takes_turns |= takes_turns(1 + len(others), batch, target)
                 if time.monotonic() - told > WORD_EVERY:

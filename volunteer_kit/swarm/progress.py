@@ -32,7 +32,7 @@ from volunteer_kit.swarm.turns import Other
 
 DURATIONS = 9  # epochs that it is the median of
 NEAR = 2  # epochs behind: who makes up for a round is here for the next
-NEWCOMER = 3  # epochs that a member without samples is taken for one that is about to have some
+NEWCOMER = 10.0  # s that a member without samples is taken for one that is about to have some
 SLOWEST, WAITS = 1e-9, 0.0  # samples/s: of a device that computes at least, and of one that waits for others
 LAST_ROUNDS = 3  # that tell what a peer brings to a step
 LATE = 5.0  # s without a word; clocks may differ by 3
@@ -86,6 +86,7 @@ class SwarmProgressTracker(ProgressTracker):
         **kwargs,
     ):
         self.limits, self.claims_dropped = limits, 0
+        self.may_date: Callable[[], bool] = lambda: True  # no: a record would carry a wrong clock's date, and stand
         self.highest_claim = 0  # epoch that somebody claims, believed or not
         self.behind: frozenset[PeerID] = frozenset()  # others whose epoch is not ours yet
         self.num_ahead = 0  # others whose epoch is later than ours
@@ -98,7 +99,8 @@ class SwarmProgressTracker(ProgressTracker):
         self._at_work: tuple[LocalTrainingProgress, ...] = ()  # others who compute samples for steps
         self._speeds: OrderedDict[PeerID, float] = OrderedDict()  # samples/s that they said; who waits says WAITS
         self._brought: OrderedDict[PeerID, deque[float]] = OrderedDict()  # samples, to the last rounds
-        self._first_idle: OrderedDict[PeerID, int] = OrderedDict()  # our epoch when they were seen without a sample
+        # time.monotonic() when they were first seen without a sample
+        self._first_idle: OrderedDict[PeerID, float] = OrderedDict()
         self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
@@ -155,7 +157,7 @@ class SwarmProgressTracker(ProgressTracker):
             else:  # a microbatch of minutes: told with the old time it would be taken for a lie
                 claim = claim.copy(update={"time": last_report})
             # not by the claim: where epochs are short it is always one of a beginning, with no samples yet
-            if self._attends or self._trained >= self.global_epoch - 1:
+            if self.may_date() and (self._attends or self._trained >= self.global_epoch - 1):
                 key, expiration = self.training_progress_key, last_report + self.metadata_expiration
                 self.dht.store(key, claim.dict(), expiration, subkey=self._local_public_key, return_future=True)
 
@@ -197,6 +199,7 @@ class SwarmProgressTracker(ProgressTracker):
                     usual=max(brought) if brought else None,
                     waits=is_there and claim.samples_per_second == WAITS,
                     place=places[peer],
+                    speed=self._speeds.get(peer, 0.0),
                 )
             )
         return places[self.dht.peer_id], others
@@ -397,23 +400,24 @@ class SwarmProgressTracker(ProgressTracker):
         is_nobody_callable = self.client_mode and all(claim.client_mode for claim in others)
         self.num_uncallable = len(others) if is_nobody_callable else 0
 
-    def _computes(self, claim: LocalTrainingProgress, own_epoch: int) -> bool:
-        """A monitor is a member that has never a sample; who has just come has none yet."""
+    def _computes(self, claim: LocalTrainingProgress) -> bool:
+        """Whether it has samples, or will have. A monitor is a member that never has one; a newcomer has none yet."""
         peer = PeerID(claim.peer_id)
         if claim.samples_per_second >= SLOWEST:
             self._speeds[peer] = claim.samples_per_second
             self._speeds.move_to_end(peer)
-        known = peer in self._speeds or claim.samples_accumulated > 0
-        first = own_epoch if known else self._first_idle.setdefault(peer, own_epoch)
+        now = time.monotonic()
+        known = peer in self._speeds or claim.samples_accumulated > 0 or claim.samples_per_second == WAITS
+        first = now if known else self._first_idle.setdefault(peer, now)
         for kept in (self._speeds, self._first_idle):
             while len(kept) > MAX_PEERS:
                 kept.popitem(last=False)
-        return own_epoch - first < NEWCOMER
+        return now - first < NEWCOMER
 
     def _note_attendance(self, others: Sequence[LocalTrainingProgress], own_epoch: int) -> None:
         near = {PeerID(claim.peer_id): claim.time for claim in others if claim.epoch >= own_epoch - NEAR}
         for peer, told in near.items():
             self.attendance.heard(peer, told)
         self.awaited = frozenset(filter(self.attendance.is_awaited, near))
-        self._at_work = tuple(c for c in others if PeerID(c.peer_id) in self.awaited and self._computes(c, own_epoch))
+        self._at_work = tuple(c for c in others if PeerID(c.peer_id) in self.awaited and self._computes(c))
         self.num_regulars = sum(self.attendance.is_regular(PeerID(claim.peer_id)) for claim in others)

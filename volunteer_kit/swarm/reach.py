@@ -73,6 +73,7 @@ class Reach:
         self._known: dict[str, None] = {}  # addresses of peers met, the latest last
         self._met = bool(self._first)  # anybody, ever: start_peer fails unless one of the first peers answers
         self._answered_at = time.monotonic() if self._first else float("-inf")
+        self._waited_until = float("-inf")  # time.monotonic(): until then the cause lay with this machine
         self._believed_at = self._clock.running()  # as _answered_at; a sleep counts
         self._looked_at = float("-inf")
         self._silent_looks = 0  # in a row
@@ -127,8 +128,16 @@ class Reach:
 
     @property
     def cut_off_for(self) -> float:
-        """s since somebody last answered, 0 unless cut off."""
-        return time.monotonic() - self._answered_at if self.cut_off else 0.0
+        """s since somebody last answered, or since the cause no longer lay with this machine; 0 unless cut off."""
+        if not self.cut_off:
+            return 0.0
+        return time.monotonic() - self._silent_since()
+
+    def _silent_since(self) -> float:
+        """By time.monotonic()."""
+        if self.waits_for_itself:
+            self._waited_until = time.monotonic()
+        return max(self._answered_at, self._waited_until)
 
     def is_there(self, peers: Collection[PeerID]) -> bool:
         """Does any of these answer? It takes seconds if none does."""
@@ -182,7 +191,9 @@ class Reach:
         else:
             self._silent_looks += 1
         there = could_look and (found.refused or not found.silent) and not self.waits_for_itself
-        gone = self._alone_after is not None and self._looked_at - self._answered_at > self._alone_after
+        if not found.answered and not self._first:
+            self._clock.believe_unless_denied()  # nobody is there who could say that the clock is right
+        gone = self._alone_after is not None and self._looked_at - self._silent_since() > self._alone_after
         gone = gone and not self.waits_for_itself
         self._may_be_alone = not found.answered and (gone or not self._first and (there or not self._met))
         if self._silent_looks == 2 and (why := self.cut_off):

@@ -79,6 +79,7 @@ class KeyWatch:
         self._subkey = RSASignatureValidator().local_public_key
         self._id, self._started = secrets.token_bytes(ID_SIZE), get_dht_time()
         self._wrote: deque[float] = deque(maxlen=REMEMBERED)
+        self._misdated: Instance | None = None  # by a clock that was wrong; it stands until its date
 
     def look(self) -> Sharing:
         """Waits for the DHT. To be called several times in LIFETIME."""
@@ -88,7 +89,10 @@ class KeyWatch:
         now = get_dht_time()
         own = Instance(self._id, self._started, now)
         standing = read_instance(entry.value) if isinstance(entry, ValueWithExpiration) else None
-        sharing = judge(own, standing, self._wrote, self._skew)
+        if standing is not None and standing.written > now + SKEW:
+            self._misdated = standing
+        is_old = standing is not None and standing == self._misdated
+        sharing = Sharing.ALONE if is_old else judge(own, standing, self._wrote, self._skew)
         self._wrote.append(now)
         self._dht.store(self._key, [*own], now + LIFETIME, subkey=self._subkey)
         return sharing

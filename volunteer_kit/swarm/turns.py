@@ -20,13 +20,15 @@ class Other:
     """Another peer at work.
 
     `samples` that it has of our epoch, as it said last; `usual`: the most that it brought to one of the last rounds,
-    None: not known; `waits`: it has done what it means to do, for now; `place` in this epoch's order.
+    None: not known; `waits`: it has done what it means to do, for now; `place` in this epoch's order; `speed` that it
+    says of its device, samples/s, 0: not told.
     """
 
     samples: float
     usual: float | None
     waits: bool
     place: int
+    speed: float = 0.0
 
 
 def share_of(place: int, peers: int, batch: float, target: float) -> float:
@@ -37,11 +39,15 @@ def share_of(place: int, peers: int, batch: float, target: float) -> float:
     return batch * (each + (place < needed - peers * each))
 
 
-def may_compute(own: float, batch: float, target: float, place: int, others: Sequence[Other]) -> bool:
+def may_compute(
+    own: float, batch: float, target: float, place: int, others: Sequence[Other], ahead: float = math.inf
+) -> bool:
     """Is another batch of ours wanted, or will the others bring the rest of the step?
 
     :param own: samples of ours in this step so far; `batch`: of our next batch
     :param place: ours in this epoch's order, from 0
+    :param ahead: s until our next batch is done and we have heard of the others': what they cannot do by then is not
+        waited for, or a slow device would have the quick ones stand still
     """
     peers = 1 + len(others)
     if peers == 1 or own + batch <= share_of(place, peers, batch, target) + EVEN * batch:
@@ -52,6 +58,8 @@ def may_compute(own: float, batch: float, target: float, place: int, others: Seq
     for other in others:
         share = share_of(other.place, peers, batch, target)
         expected = 0.0 if other.waits else share if other.usual is None else min(share, other.usual)
+        if other.speed > 0.0:
+            expected = min(expected, other.samples + other.speed * ahead)
         soon += max(other.samples, expected)
     return own + batch + soon <= target
 

@@ -52,7 +52,7 @@ class CountingCollator:
         drawn = examples_in(rows) if isinstance(rows, (list, tuple)) else None  # else batches are made elsewhere
         batch = self.collate(rows)
         if drawn is not None and isinstance(batch, MutableMapping):
-            batch[DRAWN] = drawn
+            batch[DRAWN] = torch.tensor([drawn])  # accelerate's dispatcher joins tensors only
         return batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
 import time
@@ -268,7 +269,7 @@ class Member:
         if self.swarm.tracker.num_uncallable != self._num_uncallable:
             self._num_uncallable = self.swarm.tracker.num_uncallable
             if self._num_uncallable:
-                say(nobody_can_be_called(self._num_uncallable), flush=True)
+                say(nobody_can_be_called(self._num_uncallable))
         if self.swarm.takes_turns and not self._told_of_turns:
             self._told_of_turns = True
             say(
@@ -277,11 +278,12 @@ class Member:
                 "1. Set target_batch_size to as much as all peers' batches together or more, the same on all peers.\n"
                 "2. Or lower per_device_train_batch_size or gradient_accumulation_steps on all."
             )
-        if self.swarm.cut_off != self._cut_off:
-            self._cut_off = self.swarm.cut_off
-            patience = self.config.options.alone_after
+        cut_off, before = self.swarm.cut_off, self._cut_off
+        self._cut_off = cut_off
+        if _kind(cut_off) != _kind(before):
+            patience = None if self.swarm.reach.waits_for_itself else self.config.options.alone_after
             alone = f" After {patience:g} s of silence this one goes on alone." if patience else ""
-            say(f"{self._cut_off}{alone}" if self._cut_off else "Others answer again, or are known to be gone.")
+            say(f"{cut_off}{alone}" if cut_off else "Others answer again, or are known to be gone.")
 
     def _tell_of_refused(self, report: StepReport) -> None:
         """Each peer once, and ourselves: a refused part looks like a peer that does not come."""
@@ -290,9 +292,9 @@ class Member:
                 continue
             self._told_of_refused.add(peer)
             if peer == str(self.peer.peer_id):
-                print(f"Step {report.epoch}: this peer's gradients were refused: {why}. The others go on without them.")
+                say(f"Step {report.epoch}: this peer's gradients were refused: {why}. The others go on without them.")
             else:
-                print(f"Step {report.epoch}: the gradients of {peer} were refused: {why}.")
+                say(f"Step {report.epoch}: the gradients of {peer} were refused: {why}.")
 
     def _keep_record(self) -> None:
         while not self._closing.is_set():
@@ -401,3 +403,8 @@ def device_name(device: torch.device) -> str:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def _kind(reason: str | None) -> str:
+    """Words without their numbers: a clock that goes on, or a count, is no news."""
+    return re.sub(r"\d+", "", reason or "")

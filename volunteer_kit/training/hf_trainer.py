@@ -181,11 +181,8 @@ class SwarmCallback(TrainerCallback):
         """Of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size."""
         size, target = self.trainer._train_batch_size, self.config.options.target_batch_size
         rows, examples = self.trainer.num_examples(dataloader), self._examples.of_a_pass()
-        if examples == rows:
-            if size * args.gradient_accumulation_steps == target:
-                return own_steps
-            if args.dataloader_drop_last:
-                examples = min(rows, len(dataloader) * size)
+        if examples == rows and args.dataloader_drop_last:  # the same for all, whatever their batches
+            return own_steps if size * args.gradient_accumulation_steps == target else max(1, rows // target)
         return math.ceil(examples / target)
 
     def _leave_out_what_is_frozen(self) -> None:
