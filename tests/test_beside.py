@@ -50,7 +50,7 @@ def infos(tensors):
 
 @pytest.mark.parametrize("codec", [CODECS["none"], CODECS["uniform8"], make_codec("float16", "blockwise4", 10)])
 def test_members_agree_on_what_nobody_used_and_average_buffers(codec):
-    """Of one with samples and one without as well, and wherever the slices are cut."""
+    """They also agree where one has samples and one has none, and wherever the slices are cut."""
     models = [Model() for _ in range(3)]
     used = [[True, False, False, False], [False, False, True, False], [False, False, False, False]]
     tensors, beside = [], []

@@ -1,4 +1,4 @@
-"""What is printed ends no program: an ISO-8859-1 terminal, a closed pipe, a full disk, no stdout at all."""
+"""No output ends a program: an ISO-8859-1 terminal, a closed pipe, a full disk, no stdout at all."""
 
 from __future__ import annotations
 

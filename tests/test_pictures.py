@@ -30,7 +30,7 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def quarters(*colours: tuple[int, int, int], size: int = 64) -> Image.Image:
-    """Of two by two colours."""
+    """A picture of two by two colours."""
     return Image.fromarray(np.array(colours, np.uint8).reshape(2, 2, 3)).resize((size, size), Image.Resampling.NEAREST)
 
 

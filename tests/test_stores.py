@@ -34,7 +34,7 @@ class NoCredentialsError(Exception):
 
 
 class Bucket(AbstractFileSystem):
-    """Of files in memory; each request is noted, and the next ones fail as `faults` say."""
+    """A file system in memory; each request is noted, and the next ones fail as `faults` say."""
 
     protocol = "s3"
     cachable = False

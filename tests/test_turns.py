@@ -1,4 +1,5 @@
-"""Who computes what of a step: together about as much as was asked for, whatever one knows of the others."""
+"""Peers divide a step among them: together they compute about as much as was asked for, whatever one knows of the
+others."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def in_url(address: str) -> str:
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Of an address or a name that a server is to listen at; "" is all of this machine's IPv4."""
+    """The family of an address or a name that a server is to listen at; "" is all of this machine's IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 

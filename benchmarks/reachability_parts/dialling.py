@@ -25,8 +25,8 @@ CALL_WITHIN = 20.0  # s for one call; one that is dropped without a word takes l
 
 
 class Found(NamedTuple):
-    """Of one cell: for each machine whether it takes itself for a client, and why; `meets`: of those that others shall
-    call all others can; `seconds` of the slowest machine to find out."""
+    """Report, for each machine of one cell, whether it takes itself for a client, and why; `meets`: of those that
+    others shall call all others can; `seconds` of the slowest machine to find out."""
 
     client_modes: tuple[bool, ...]
     whys: tuple[str, ...]

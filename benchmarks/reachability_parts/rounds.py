@@ -17,8 +17,9 @@ PATIENCE = 180.0  # s; some 20, but on a busy machine
 
 
 class Trained(NamedTuple):
-    """Of one cell: what each peer found out; `whole`: rounds of all members, as the peer saw them that saw fewest;
-    `failed`: rounds that lacked something, as all saw them; `seconds` until then; `why_not`: "" if all went well."""
+    """Report what each peer of one cell found out; `whole`: rounds of all members, as the peer saw them that saw
+    fewest; `failed`: rounds that lacked something, as all saw them; `seconds` until then; `why_not`: "" if all went
+    well."""
 
     client_modes: tuple[bool, ...]
     whole: int

@@ -35,7 +35,7 @@ def half_of_the_rows(inputs: Mapping[str, Any]) -> int:
 
 
 def beginnings(inputs: Mapping[str, Any]) -> int:
-    """Of sequences that lie in one row."""
+    """The batch holds sequences that lie in one row."""
     return int((inputs["position_ids"] == 0).sum())
 
 

@@ -1,4 +1,4 @@
-"""What the matrix trains: tiny models of several kinds, a tokenizer and texts, all made here."""
+"""The matrix trains tiny models of several kinds, with a tokenizer and texts that are made here."""
 
 from __future__ import annotations
 

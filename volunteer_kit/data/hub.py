@@ -197,7 +197,7 @@ class HubSource:
         return {name: kind for name, kind in needed.items() if name not in has or not suits(has[name], kind)}
 
     def _in_words(self, table: Table, missing: dict[str, Kind]) -> str:
-        """What is missing; where a column is there, of which type, and what it has to hold."""
+        """Names what is missing; where a column is there, of which type, and what it has to hold."""
         has = table.columns
         return ", ".join(
             f"{name} (it is {str(has[name])[:40]}, and has to be {WANTED[kind]})" if name in has else name

@@ -50,8 +50,8 @@ def hub_addresses(allowed: AddressPolicy) -> AddressPolicy:
 
 
 def hub_login(url: str) -> Sign | None:
-    """What signs a request for a file of the Hub's repositories; None for every other address, and where this machine
-    is not logged in."""
+    """Returns the signer of a request for a file of the Hub's repositories; None for every other address, and where
+    this machine is not logged in."""
     if not re.search(r"/resolve(-cache)?/", url) or not is_at_hub(url):  # small files are sent on to the Hub's cache
         return None
     from huggingface_hub import constants, get_token
