@@ -57,7 +57,7 @@ def test_it_goes_the_way_of_the_one_it_was_made_of(name):
     plain = make(name, own)
     first = moved(plain, groups_like(plain), Clip(None, range(3)))
     assert all(len(first.state[p]) for p in parameters_of(first)) or name == "SGD", "a joiner knows its places"
-    second = None
+    second, begun = None, form(first)
     for step in range(6):
         if step == 3:
             second = moved(plain, groups_like(plain), Clip(None, range(3)))
@@ -67,6 +67,16 @@ def test_it_goes_the_way_of_the_one_it_was_made_of(name):
         for other in filter(None, (first, second)):
             for a, b in zip(own, parameters_of(other), strict=True):
                 assert torch.equal(a, b), (step, (a - b).abs().max())
+        assert form(first) == begun, "who has taken another number of steps has other places"
+
+
+def form(optimizer: torch.optim.Optimizer) -> list:
+    """Name and kind of each statistic, in the order in which they travel."""
+    states = [optimizer.state.get(p, {}) for p in parameters_of(optimizer)]
+    return [
+        (name, tuple(state[name].shape) if torch.is_tensor(state[name]) else None) for state in states
+        for name in sorted(state)
+    ]  # fmt: skip
 
 
 def test_nothing_is_shared_with_the_one_it_was_made_of():
@@ -145,6 +155,18 @@ class Grouped(torch.optim.SGD):
             group["k"] = group.get("k", 0) + 1
 
 
+class Growing(torch.optim.SGD):
+    """A mean is kept from the second step on, as where one waits until a warm-up is over."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            if state["step"] > 1:
+                state["mean"] = torch.zeros_like(parameter)
+
+
 class Closing(torch.optim.SGD):
     def step(self, closure):
         closure()
@@ -178,6 +200,13 @@ def test_a_state_that_no_joiner_could_take_is_refused_at_the_start(kind, kept, w
     assert not optimizer.state and all(map(torch.equal, before, parameters_of(optimizer)))
     with pytest.raises(SwarmError, match=kind.__name__):
         moved(optimizer, groups_like(optimizer), Clip(None, range(3)))
+
+
+def test_statistics_that_later_steps_begin_are_refused():
+    optimizer = Growing(parameters(), lr=0.1)
+    with pytest.raises(SwarmError, match="Growing keeps in its statistics 'mean', whose form its steps change"):
+        require_sharable(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    assert not optimizer.state
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers")

@@ -17,6 +17,7 @@ from volunteer_kit.swarm.codec_wire import FLOATS, INTEGERS
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 
+TRIED = 3  # steps of a trial
 LATELY = 10  # steps of a device that its speed is measured over
 Count = Callable[[], tuple[int, float, Sequence[Hashable]]]
 
@@ -99,7 +100,7 @@ def require_travelling_state(optimizer: torch.optim.Optimizer) -> None:
         if name.endswith("_hooks"):
             setattr(trial, name, OrderedDict())
     try:
-        problem = _complete(trial)
+        problem = _complete(trial) or _what_steps_change(trial)
     except SwarmError:  # it may want all of them
         return
     if problem:
@@ -167,11 +168,31 @@ def _complete(optimizer: torch.optim.Optimizer) -> str | None:
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
-    begun = {p: {**state, **state.first} for p, state in optimizer.state.items()}
+    begun = {
+        p: {name: _in_form_of(value, state.first.get(name, value)) for name, value in state.items()}
+        for p, state in optimizer.state.items()
+    }
     optimizer.state = defaultdict(dict, {**begun, **kept})
     if changed := sorted(name for name, value in _settings(optimizer).items() if settings.get(name) != value):
         return f"in its parameter groups {', '.join(changed)}, which each step changes"
     return _what_cannot_travel(optimizer)
+
+
+def _in_form_of(value: Any, first: Any) -> Any:
+    """What a statistic began with, in the form that steps leave it: transformers' Adafactor begins with the number 0
+    and goes on with a tensor, and a state whose places change could be given to nobody."""
+    if isinstance(value, torch.Tensor):
+        begun = torch.as_tensor(first, dtype=value.dtype, device=value.device)
+        return begun if begun.shape == value.shape else begun.expand_as(value).clone()
+    return first.item() if isinstance(first, torch.Tensor) and first.numel() == 1 else first
+
+
+def _form(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each parameter's statistics: their names, and what each is."""
+    return [
+        {name: (tuple(value.shape), value.dtype) if torch.is_tensor(value) else "number" for name, value in own.items()}
+        for own in (optimizer.state.get(p, {}) for p in parameters_of(optimizer))
+    ]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
@@ -182,6 +203,20 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
             if isinstance(value, (int, float)) or (torch.is_tensor(value) and value.ndim == 0):
                 found[name].append(float(value))
     return found
+
+
+def _what_steps_change(optimizer: torch.optim.Optimizer) -> str | None:
+    """Statistics whose places change with the steps: peers at different steps could not tell which is which."""
+    begun = _form(optimizer)
+    for parameter in parameters_of(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(TRIED):
+        type(optimizer).step(optimizer)
+        if _form(optimizer) != begun:
+            pairs = zip(begun, _form(optimizer), strict=True)
+            changed = sorted({name for old, new in pairs for name, _ in old.items() ^ new.items()})
+            return f"in its statistics {', '.join(map(repr, changed))}, whose form its steps change"
+    return None
 
 
 def _what_cannot_travel(optimizer: torch.optim.Optimizer) -> str | None:
