@@ -169,6 +169,22 @@ def test_a_claim_counts_as_far_as_its_device_allows(tracker, people):
     assert 50 <= read(tracker, *claims).samples_accumulated < 100
 
 
+def test_those_at_work_are_told_apart_by_whether_they_are_believed(tracker, people):
+    honest, liar = people[:2]
+    claims = (honest, honest.claims(samples_accumulated=50)), (liar, liar.claims(samples_accumulated=256))
+
+    def believed() -> dict[int, bool]:
+        read(tracker, *claims)
+        return {other.samples: other.is_believed for other in tracker.others_at_work(3)[1]}
+
+    assert believed() == {50: True, 256: True}
+    tracker.speed_limit = lambda peer, seconds: {liar.peer_id: 16.0}.get(peer)
+    assert believed() == {50: True, 256: False}
+    tracker.speed_limit = lambda peer, seconds: None
+    tracker.settle_round(3, [honest.peer_id, liar.peer_id], {honest.peer_id: 50.0, liar.peer_id: 8.0})
+    assert believed() == {50: True, 256: False}
+
+
 def test_nor_is_a_speed_believed_that_its_device_does_not_have(tracker, people):
     liar = people[0]
     claim = liar.claims(samples_accumulated=1, samples_per_second=9000.0)

@@ -69,6 +69,13 @@ def test_a_slow_device_is_not_waited_for_longer_than_a_batch():
     assert seconds < 400
 
 
+def test_one_that_is_believed_less_than_it_says_is_not_waited_for():
+    """The step needs more samples than it has: both had their share, and stood until their patience ended."""
+    newcomer = Other(8, 8, True, 1, is_believed=False)
+    assert may_compute(8, 4, 16, 0, [newcomer]) and may_compute(12, 4, 16, 0, [newcomer, other(4)])
+    assert not may_compute(8, 4, 16, 0, [Other(8, 8, True, 1)])
+
+
 def test_a_quick_device_is_left_its_share():
     assert not may_compute(8, 4, 16, 0, [Other(0, None, False, 1, speed=500.0)], 3.0)
 
@@ -111,7 +118,7 @@ class Alike:
     def __init__(self, others, own=8, rounds=()):
         self.now, self.local_epoch, self.target_batch_size = 0.0, 3, 16
         self.others, self.rounds, self.story = others, list(rounds), []
-        self._waited_enough_in = meeting.MeetingOptimizer._waited_enough_in
+        self._counts_on = meeting.MeetingOptimizer._counts_on
         self.grad_averager = SimpleNamespace(local_samples_accumulated=own)
         self.tracker = SimpleNamespace(
             others_at_work=lambda epoch: (0, self.others), wait_in=lambda epoch: self.story.append(epoch),
@@ -136,8 +143,9 @@ class Alike:
 @pytest.mark.parametrize(
     ("others", "rounds", "last", "least", "most"),
     [
-        ([other(8)], [], None, 10, 12),  # it is never heard of again, and had brought nothing before
-        ([other(8, usual=8)], [], None, 3, 4),
+        ([other(4)], [], None, 10, 12),  # it is never heard of again, and had brought nothing before
+        ([other(4, usual=8)], [], None, 3, 4),  # the step lacks 4
+        ([other(8, usual=8)], [], None, 6, 8),  # it lacks nothing, and does not come all the same
         ([other(8, usual=8)], [1.0], None, 1, 2),  # a round came, and the next step needs us
         ([other(8, usual=8)], [1.0], 4, 1, 2),  # that was the last
         ([other(0, usual=2)], [], None, 0, 0),

@@ -11,18 +11,19 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from volunteer_kit.swarm.progress import SLOWEST
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import LONGEST
-from volunteer_kit.swarm.turns import may_compute, takes_turns
+from volunteer_kit.swarm.turns import CountsOn, may_compute, takes_turns
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
 GROUP_PATIENCE = 2.5  # learnt patiences that a peer looks for its group before it concludes that it missed it
 IN_ALL = 5.0  # matchmaking times, if it was in groups meanwhile: a leader waits two of them, and may have stopped
 # of waiting for what others should bring to a step: s at least, and of the time that its share took, until a peer
-# computes more itself; at the next places twice, three times as long, or all would
+# computes what they have not got; at the next places twice, three times as long, or all would
 TURN_PATIENCE, PATIENCE_SHARE = 3.0, 0.1
 TOLD_WITHIN = 3.0  # s in which one hears what others have done
 FIRST_PATIENCE = 10.0  # s likewise, while one has not brought anything yet: its first batch takes longest
 WORD_EVERY, LOOK = 1.0, 1.0  # s, between words of one that waits, and for a look at the others'
 POLL, POLL_SHARE = 0.02, 0.1  # between looks: s at least, and of the time since the epoch began
+LESS = {CountsOn.SHARES: CountsOn.TOLD, CountsOn.TOLD: CountsOn.NOTHING}  # after waiting in vain
 AGAIN = 0.1  # matchmaking times between looks whether its leader still keeps a follower
 
 
@@ -30,7 +31,7 @@ class MeetingOptimizer(VerifyingOptimizer):
     """hivemind.Optimizer that comes together with those who are here."""
 
     takes_turns = False  # a step holds fewer batches than there are peers
-    _waited_enough_in = -1  # the epoch in which others were waited for in vain
+    _counts_on = -1, CountsOn.SHARES  # in that epoch
     _next_begun_lookup = 0.0  # time.monotonic(), of whether the others' round has begun without us
 
     def __init__(self, **parts: Any):
@@ -100,25 +101,27 @@ class MeetingOptimizer(VerifyingOptimizer):
         :param batch: samples of our next one
         :param last_epoch: after which none is wanted; None: there is no last
         """
-        tracker, target, epoch = self.tracker, self.target_batch_size, -1
+        tracker, target, epoch, counted_on = self.tracker, self.target_batch_size, -1, CountsOn.SHARES
         if self.delay_grad_averaging or batch <= 0:
             return
         ahead = TOLD_WITHIN + batch / max(tracker.performance_ema.samples_per_second, SLOWEST)
         try:
             while self.cut_off is None and (last_epoch is None or self.local_epoch < last_epoch):
+                if self._counts_on[0] != self.local_epoch:
+                    self._counts_on = self.local_epoch, CountsOn.SHARES
                 place, others = tracker.others_at_work(self.local_epoch)
-                if may_compute(self.grad_averager.local_samples_accumulated, batch, target, place, others, ahead):
+                own = self.grad_averager.local_samples_accumulated
+                if may_compute(own, batch, target, place, others, ahead, self._counts_on[1]):
                     return
-                if self.local_epoch == self._waited_enough_in:
-                    return
-                if self.local_epoch != epoch:
-                    epoch, told = self.local_epoch, time.monotonic()
+                if self._counts_on != (epoch, counted_on):
+                    epoch, counted_on = self._counts_on
+                    told = time.monotonic()
                     least = FIRST_PATIENCE if any(other.usual is None for other in others) else TURN_PATIENCE
                     deadline = told + max(least, PATIENCE_SHARE * tracker.seconds_in_epoch) * (1 + place)
                     tracker.wait_in(epoch)
                 if time.monotonic() > deadline:
-                    self._waited_enough_in = self.local_epoch
-                    return
+                    self._counts_on = epoch, LESS[counted_on]
+                    continue
                 self.takes_turns |= takes_turns(1 + len(others), batch, target)
                 if time.monotonic() - told > WORD_EVERY:
                     tracker.tell_now()

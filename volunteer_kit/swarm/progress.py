@@ -200,9 +200,22 @@ class SwarmProgressTracker(ProgressTracker):
                     waits=is_there and claim.samples_per_second == WAITS,
                     place=places[peer],
                     speed=self._speeds.get(peer, 0.0),
+                    is_believed=self._is_believed(claim),
                 )
             )
         return places[self.dht.peer_id], others
+
+    def _is_believed(self, claim: LocalTrainingProgress) -> bool:
+        """Do its samples count for as many as it says?"""
+        peer, limit = PeerID(claim.peer_id), self._limit(claim)
+        return self.claims.share(peer) >= 1.0 and (limit is None or claim.samples_accumulated <= limit)
+
+    def _limit(self, claim: LocalTrainingProgress) -> float | None:
+        """Samples that its device can have by now; None: not known, for we did not see this epoch begin."""
+        own_epoch, since = self._own_epoch
+        if claim.epoch != own_epoch or not self._saw_it_begin:
+            return None
+        return self.speed_limit(PeerID(claim.peer_id), time.monotonic() - since)
 
     def report_local_progress(self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True):
         if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
@@ -288,7 +301,7 @@ class SwarmProgressTracker(ProgressTracker):
         be in its round. Were it left out, those who look a moment later would find samples missing, and compute them
         themselves, while the first wait for them in vain.
         """
-        peer, (own_epoch, since) = PeerID(claim.peer_id), self._own_epoch
+        peer = PeerID(claim.peer_id)
         if peer == self.dht.peer_id:
             return claim
         since_then = claim.samples_per_second * max(0.0, now - claim.time)  # as hivemind adds it
@@ -297,9 +310,7 @@ class SwarmProgressTracker(ProgressTracker):
         if claim.epoch == epoch + 1 and claim_of_epoch is not None:
             both = claim_of_epoch.expected + claim.samples_accumulated
             claim = claim.copy(update={"epoch": epoch, "samples_accumulated": int(both)})
-        share, limit = self.claims.share(peer), None
-        if claim.epoch == own_epoch and self._saw_it_begin:
-            limit = self.speed_limit(peer, time.monotonic() - since)
+        share, limit = self.claims.share(peer), self._limit(claim)
         speed = claim.samples_per_second
         if share < 1 or self.claims.is_new(peer):  # hivemind counts on the speed of who is at another epoch, too
             speed = min(speed, self._typical_speed)

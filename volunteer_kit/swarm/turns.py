@@ -8,11 +8,20 @@ a place in the order of the peers' names, which moves on by one with each epoch.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 EVEN = 1e-6  # of a batch: floats
+
+
+class CountsOn(enum.Enum):
+    """What of the others' a peer still counts on, the longer it has waited for them."""
+
+    SHARES = "what they are expected to bring"
+    TOLD = "what they say that they have"
+    NOTHING = "nobody"
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class Other:
 
     `samples` that it has of our epoch, as it said last; `usual`: the most that it brought to one of the last rounds,
     None: not known; `waits`: it has done what it means to do, for now; `place` in this epoch's order; `speed` that it
-    says of its device, samples/s, 0: not told.
+    says of its device, samples/s, 0: not told; `is_believed`: its samples count here for as many as it says.
     """
 
     samples: float
@@ -29,6 +38,7 @@ class Other:
     waits: bool
     place: int
     speed: float = 0.0
+    is_believed: bool = True
 
 
 def share_of(place: int, peers: int, batch: float, target: float) -> float:
@@ -40,7 +50,13 @@ def share_of(place: int, peers: int, batch: float, target: float) -> float:
 
 
 def may_compute(
-    own: float, batch: float, target: float, place: int, others: Sequence[Other], ahead: float = math.inf
+    own: float,
+    batch: float,
+    target: float,
+    place: int,
+    others: Sequence[Other],
+    ahead: float = math.inf,
+    counts_on: CountsOn = CountsOn.SHARES,
 ) -> bool:
     """Is another batch of ours wanted, or will the others bring the rest of the step?
 
@@ -50,6 +66,12 @@ def may_compute(
         waited for, or a slow device would have the quick ones stand still
     """
     peers = 1 + len(others)
+    if counts_on is CountsOn.NOTHING:
+        return True
+    if not all(other.is_believed for other in others):  # the step needs more than they will say that they have
+        return True
+    if counts_on is CountsOn.TOLD:
+        return own + sum(other.samples for other in others) < target
     if peers == 1 or own + batch <= share_of(place, peers, batch, target) + EVEN * batch:
         return True
     if all(other.waits for other in others):  # one of those who wait has to begin

@@ -139,7 +139,7 @@ class Member:
             self.swarm = self._make_optimizer()
             if door is not None:
                 door.enter(self.swarm, self.board)
-            self.step = SwarmStep(self._shown, self.swarm, self._count, self._ends_pass, self._last_epoch, door is None)
+            self.step = SwarmStep(self._shown, self.swarm, self._count, self._ends_pass, self._last_epoch)
             self._adopt_schedule()
             self.board.publish(self._record(self.config.name))  # who is about to leave waits for us
             self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)

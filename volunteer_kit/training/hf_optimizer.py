@@ -282,7 +282,6 @@ class SwarmStep(torch.optim.Optimizer):
     :param count: -> (samples, weight, names of the samples) of the gradients at hand
     :param ends_pass: -> are these samples the last of a pass over this peer's data?
     :param last_epoch: of the swarm's, after which no more samples are wanted
-    :param takes_turns: not where members are believed less than they say, and more samples are needed than are told
     """
 
     def __init__(
@@ -292,10 +291,9 @@ class SwarmStep(torch.optim.Optimizer):
         count: Count,
         ends_pass: Callable[[], bool] = lambda: False,
         last_epoch: int | None = None,
-        takes_turns: bool = True,
     ):
         self.shown, self.swarm, self._count = shown, swarm, count
-        self._ends_pass, self._last_epoch, self._takes_turns = ends_pass, last_epoch, takes_turns
+        self._ends_pass, self._last_epoch = ends_pass, last_epoch
         self._lately: deque[tuple[int, float]] = deque(maxlen=LATELY)  # samples, s of the device
         self._left_at: float | None = None
         super().__init__([{"params": group["params"]} for group in shown.param_groups], dict(shown.defaults))
@@ -311,8 +309,7 @@ class SwarmStep(torch.optim.Optimizer):
 
     def await_turn(self, samples: int) -> None:
         """Return when a batch of so many samples is wanted by the swarm."""
-        if self._takes_turns:
-            self.swarm.await_turn(samples, self._last_epoch)
+        self.swarm.await_turn(samples, self._last_epoch)
 
     @property
     def samples_per_second(self) -> float:
