@@ -9,7 +9,7 @@ import pytest
 from hivemind.utils.performance_ema import PerformanceEMA
 
 from volunteer_kit.swarm import meeting
-from volunteer_kit.swarm.turns import Other, may_compute, share_of, takes_turns
+from volunteer_kit.swarm.turns import Other, may_compute, seconds_of_others, share_of, takes_turns
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,15 @@ def test_one_that_is_believed_less_than_it_says_is_not_waited_for():
     newcomer = Other(8, 8, True, 1, is_believed=False)
     assert may_compute(8, 4, 16, 0, [newcomer]) and may_compute(12, 4, 16, 0, [newcomer, other(4)])
     assert not may_compute(8, 4, 16, 0, [Other(8, 8, True, 1)])
+
+
+@pytest.mark.parametrize(
+    ("samples", "speed", "seconds"),
+    [(0, 4.0, 2.0), (4, 4.0, 1.0), (8, 4.0, 0.0), (0, 0.5, 3.0), (0, 0.0, 0.0)],  # 8 of 16 are its share
+)
+def test_a_slow_device_is_given_the_time_that_its_share_takes(samples, speed, seconds):
+    found = seconds_of_others(4, 16, [Other(samples, None, False, 1, speed)], 3.0)
+    assert found == pytest.approx(seconds)
 
 
 def test_a_quick_device_is_left_its_share():

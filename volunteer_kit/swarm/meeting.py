@@ -11,7 +11,7 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from volunteer_kit.swarm.progress import SLOWEST
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.told_group import LONGEST
-from volunteer_kit.swarm.turns import CountsOn, may_compute, takes_turns
+from volunteer_kit.swarm.turns import CountsOn, may_compute, seconds_of_others, takes_turns
 from volunteer_kit.swarm.verifying import VerifyingOptimizer
 
 GROUP_PATIENCE = 2.5  # learnt patiences that a peer looks for its group before it concludes that it missed it
@@ -117,7 +117,8 @@ class MeetingOptimizer(VerifyingOptimizer):
                     epoch, counted_on = self._counts_on
                     told = time.monotonic()
                     least = FIRST_PATIENCE if any(other.usual is None for other in others) else TURN_PATIENCE
-                    deadline = told + max(least, PATIENCE_SHARE * tracker.seconds_in_epoch) * (1 + place)
+                    patience = max(least, PATIENCE_SHARE * tracker.seconds_in_epoch) * (1 + place)
+                    deadline = told + patience + seconds_of_others(batch, target, others, ahead)
                     tracker.wait_in(epoch)
                 if time.monotonic() > deadline:
                     self._counts_on = epoch, LESS[counted_on]

@@ -76,14 +76,24 @@ def may_compute(
         return True
     if all(other.waits for other in others):  # one of those who wait has to begin
         return place == 0 and own + sum(other.samples for other in others) < target
-    soon = 0.0
-    for other in others:
-        share = share_of(other.place, peers, batch, target)
-        expected = 0.0 if other.waits else share if other.usual is None else min(share, other.usual)
-        if other.speed > 0.0:
-            expected = min(expected, other.samples + other.speed * ahead)
-        soon += max(other.samples, expected)
+    soon = sum(other.samples + lacking_of(other, peers, batch, target, ahead) for other in others)
     return own + batch + soon <= target
+
+
+def lacking_of(other: Other, peers: int, batch: float, target: float, ahead: float) -> float:
+    """Samples that it is expected to bring on top of those that it has."""
+    share = share_of(other.place, peers, batch, target)
+    expected = 0.0 if other.waits else share if other.usual is None else min(share, other.usual)
+    lacking = max(0.0, expected - other.samples)
+    return min(lacking, other.speed * ahead) if other.speed > 0.0 else lacking
+
+
+def seconds_of_others(batch: float, target: float, others: Sequence[Other], ahead: float) -> float:
+    """Time that the slowest of those who said their speed needs for what it is expected to bring; at most `ahead`."""
+    lacking = [
+        lacking_of(other, 1 + len(others), batch, target, ahead) / other.speed for other in others if other.speed > 0.0
+    ]
+    return max(lacking, default=0.0)
 
 
 def takes_turns(peers: int, batch: float, target: float) -> bool:
