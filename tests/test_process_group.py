@@ -68,8 +68,8 @@ def test_a_helper_that_does_not_end_is_killed_too(leader):
 TERMINAL = """
 import os, signal, sys, time
 from volunteer_kit import process_group
-from volunteer_kit.process_group import start, stops_as_one
-with stops_as_one(lambda line: print(line, flush=True)):
+from volunteer_kit.process_group import sigterm_as_interrupt, start, stops_as_one
+with sigterm_as_interrupt(), stops_as_one(lambda line: print(line, flush=True)):
     process = start("code", "MARK_OF_TEST=" + str(os.getpid()), stderr=-3)
     process.stdin.write(b"import os\\nif os.fork() == 0: os.setsid()\\n\\nprint('forked', flush=True)\\n")
     process.stdin.flush()
@@ -127,6 +127,21 @@ def test_what_is_stopped_ends_when_the_terminals_process_is_killed(terminal):
     os.waitpid(terminal.pid, os.WUNTRACED)
     terminal.kill()
     assert not psutil.wait_procs(started, PATIENCE)[1]
+
+
+def test_what_is_ended_while_it_stands_stopped_can_say_goodbye(terminal):
+    """`kill` and then `kill -CONT`, or a shutdown of the machine: the worker must run to leave in good order."""
+    worker = psutil.Process(int(terminal.stdout.readline()))
+    started = [worker, *worker.children(recursive=True)]
+    os.killpg(terminal.pid, signal.SIGTSTP)
+    os.waitpid(terminal.pid, os.WUNTRACED)
+    assert are_stopped(started, True)
+    terminal.terminate()
+    terminal.resume()
+    stopped = psutil.wait_procs(started, PATIENCE)[1]  # they run again, see that nobody is left, and end
+    for one in stopped:
+        one.kill()
+    assert not stopped
 
 
 def test_a_closed_terminal_is_a_goodbye():

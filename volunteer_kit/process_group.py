@@ -134,8 +134,10 @@ def stops_as_one(say: Callable[[str], None], what: str = "the training") -> Iter
                 say(STOPPED.format(what))
             with _continued_at_our_end(stopped):
                 began = time.monotonic()
-                _stop_ourselves()
-                _signal_all(stopped, signal.SIGCONT)
+                try:
+                    _stop_ourselves()
+                finally:  # `kill` and then `kill -CONT`: what is to say goodbye must run
+                    _signal_all(stopped, signal.SIGCONT)
             with suppress(RuntimeError):
                 say(GOES_ON.format(time.monotonic() - began))
         else:
@@ -151,8 +153,10 @@ def stops_as_one(say: Callable[[str], None], what: str = "the training") -> Iter
 def _stop_ourselves() -> None:
     """Returns when we are continued. The shell that waits for us is to see this very signal."""
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-    signal.raise_signal(signal.SIGTSTP)
-    signal.signal(signal.SIGTSTP, handler)
+    try:
+        signal.raise_signal(signal.SIGTSTP)
+    finally:
+        signal.signal(signal.SIGTSTP, handler)
 
 
 def _stop_all() -> list[int]:
