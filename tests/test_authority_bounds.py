@@ -12,6 +12,7 @@ import pytest
 
 from tests.asked_authority import Page, fixtures, kind_of
 from tests.local_authority import ALLOWLIST, RUN, add_person, join_body, make_authority
+from volunteer_kit import __version__
 from volunteer_kit.auth.access_token import TokenError, read_token
 from volunteer_kit.auth.authority.settings import AuthorityError, Pace, Settings
 from volunteer_kit.auth.authority.storage import Storage
@@ -156,6 +157,7 @@ def test_a_key_is_rotated_while_everybody_stays(lite, anna, monkeypatch):
 def test_the_run_is_described(lite):
     about = lite(oauth_client_id="app", run_link="https://example.org/run.yaml").http.get("/v1/run").json()
     assert (about["run_id"], about["allowlist"], about["organization"]) == (RUN, "organization", "cats")
+    assert about["kit"] == __version__
     assert about["oauth_client_id"] == "app" and about["run_file"] == "https://example.org/run.yaml"
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import anyio
 from fastapi import APIRouter, Depends, Header, Query, Request
 
+from volunteer_kit import __version__
 from volunteer_kit.auth.authority.convictions import Convictions
 from volunteer_kit.auth.authority.desk import Admission, Desk
 from volunteer_kit.auth.authority.moderators import PAGE, Moderators, Signed
@@ -97,10 +98,11 @@ def bans(desk: TheDesk, known: Annotated[int | None, Query(ge=0, lt=2**53)] = No
 @router.head("/run", dependencies=[paced("read")], include_in_schema=False)
 @router.get("/run", dependencies=[paced("read")])
 def run(desk: TheDesk) -> dict[str, Any]:
-    """Which run this is, whom it lets in, and the certificate of the key that signs."""
+    """Which run this is, by which kit, whom it lets in, and the certificate of the key that signs."""
     settings = desk.settings
     return {
         "run_id": settings.run_id,
+        "kit": __version__,
         "allowlist": settings.allowlist.kind,
         "organization": settings.allowlist.organization,
         "oauth_client_id": settings.oauth_client_id,
