@@ -175,6 +175,27 @@ def test_looking_on_ends_when_asked_and_holds_no_controls(tmp_path, wish):
     assert here.lock()
 
 
+def test_looking_on_at_one_that_stands_stopped_says_so(tmp_path):
+    """It is Ctrl-Z's, forgotten in another window: looking on would take for ever."""
+    holds = "import sys, time; from volunteer_kit.home import Home; home = Home(sys.argv[1]); home.lock(); "
+    holds += "print(flush=True); time.sleep(600)"
+    there = psutil.Popen([sys.executable, "-c", holds, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        there.stdout.readline()
+        there.suspend()
+        deadline = time.monotonic() + 60
+        while there.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.01)
+        screen = Screen("leave")
+        volunteer._look_on(Home(tmp_path), screen)
+        assert f"Process {there.pid} (volunteer) stands stopped" in screen.said[1]
+        assert f"kill -CONT {there.pid}" in screen.said[1]
+    finally:
+        there.kill()
+        there.wait()
+        there.stdout.close()
+
+
 def test_stop_before_the_start_declines(tmp_path, monkeypatch):
     monkeypatch.setattr(volunteer, "Stay", lambda *_, **caps: Stay(*_, make_worker=Goes, **caps))
     screen = Screen()

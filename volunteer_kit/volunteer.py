@@ -28,6 +28,7 @@ from volunteer_kit.home import Home
 from volunteer_kit.process_group import sigterm_as_interrupt, stops_as_one
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.stay import Stay, last_seen, seen_elsewhere
+from volunteer_kit.storage.holders import holders, what_is_stopped
 from volunteer_kit.storage.places import adopt_home
 from volunteer_kit.training.protocol import WorkerSpec
 from volunteer_kit.widgets.progress import Progress
@@ -372,6 +373,9 @@ def _look_on(house: Home, surface: Surface) -> Contribution:
     """Show what another process of this machine does, until it ends or the looking is stopped."""
     where = "This machine trains in this run already, in another window, which holds the controls, Pause and Leave."
     surface.say(f"{where} Stopping here ends only the looking.")
+    if stopped := what_is_stopped(house.path, holders(house.path)):
+        ways = "\n".join(f"{number}. {way}" for number, way in enumerate(stopped.ways_out, start=1))
+        surface.say(f"{stopped.text[0].upper()}{stopped.text[1:]}.\n{ways}")
     with suppress(KeyboardInterrupt), sigterm_as_interrupt():
         while not house.lock():
             surface.show(seen_elsewhere(house))
