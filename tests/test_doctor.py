@@ -160,7 +160,7 @@ def test_the_clock_is_compared_with_the_authoritys(server, offset, level, monkey
 def test_a_server_that_answers_with_an_error_is_told(server):
     assert looks.hub(server.url, needed=True).level == "ok"
     server.status = 502
-    assert looks.hub(server.url, needed=True).text.endswith("HTTP 502")
+    assert looks.hub(server.url, needed=True).text.startswith(f"{server.url} answers with HTTP 502")
     assert "refused" in looks.hub("http://127.0.0.1:1", needed=False).text.lower()
 
 
@@ -174,6 +174,7 @@ def test_this_machine():
     [
         ("dial tcp4 127.0.0.1:1: connect: connection refused", "no peer runs on that port"),
         ("failed to negotiate: peer id mismatch: expected A, but remote key matches B", "another peer"),
+        ("failed to dial QmA: all dials failed", "no call gets through"),
         ("", "cannot be called"),
     ],
 )

@@ -6,16 +6,21 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from volunteer_kit import output
-from volunteer_kit.doctor import locks, looks, process, verdicts
+from volunteer_kit.doctor import locks, looks, process, start_method, stopped, verdicts
 from volunteer_kit.doctor.finding import Finding, report
+from volunteer_kit.doctor.line import Line
+from volunteer_kit.doctor.logs import logs
 from volunteer_kit.doctor.looks import Look
 from volunteer_kit.doctor.memory_limit import limit_of_memory
 from volunteer_kit.doctor.proxies import proxies
+from volunteer_kit.doctor.records import Told, kit, records, settings, wrong_clock
 from volunteer_kit.doctor.same_key import same_key
+from volunteer_kit.doctor.same_key import verdict as key_verdict
 from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.doctor.steady_clock import steady_clock
 from volunteer_kit.process_group import stops_as_one
@@ -32,6 +37,18 @@ class HostSide(NamedTuple):
     folder: Path
     saved: dict[str, Any]  # host.json; {}: no host was started yet
     is_running: bool = False
+
+
+@dataclass
+class Said:
+    """What a run's others have told about themselves.
+
+    :ivar kit_of_host: its kit's version, by its authority; None: it did not answer
+    :ivar records: of the peers of an open run; None: they could not be read
+    """
+
+    kit_of_host: str | None = None
+    records: Told | None = None
 
 
 def doctor(
@@ -57,16 +74,18 @@ def _examine(
 ) -> list[Finding]:
     surroundings = process.look(home)
     adopt_home(home)
-    is_steady = steady_clock()
+    is_steady, line = steady_clock(), Line()
     pending = [
         Look("device", LOADING, lambda: looks.device(LOADING - 1)),
+        Look(start_method.NAME, SHORT, lambda: start_method.start_method(SHORT - 1)),
         Look("open files", SHORT, looks.open_files),
     ]
     findings = [verdicts.current_python(), *surroundings]
     config, run_finding = _load(run, folder) if run is not None else (None, None)
     purpose = "finetune" if config is not None and not config.draws else "train"
     findings.append(Look("packages", SHORT, lambda: looks.packages(purpose)).finding())
-    pending += _looks_that_depend_on(config, _home(home))
+    houses = _houses(home, config)
+    pending += _looks_that_depend_on(config, _home(home), houses, line)
     findings += [look.finding() for look in pending]
     if run_finding is not None:
         findings.append(run_finding)
@@ -77,16 +96,27 @@ def _examine(
             host = HostSide(_host_folder(config.run_id, folder), {})
         if host is not None and not host.saved:
             findings.append(verdicts.not_started(str(run)))
-        key = Look("key", PEERS, lambda: _key(config, home)) if host is None else None
-        findings += _of_run(config, host)
-        findings += [key.finding()] if key is not None else []
+        findings += _of_run(config, host, houses[0] if houses else None, line)
     if run is not None:
         is_host = host is not None or (config is None and folder is not None)
         findings.append(Look("host packages", SHORT, lambda: looks.host_packages(is_host)).finding())
+    findings.append(Look("line", SHORT, lambda: line.finding(looks.situation())).finding())
     findings.append(is_steady())
-    for line in report(findings):
-        say(line)
+    for line_of_report in report(findings):
+        say(line_of_report)
     return findings
+
+
+def _houses(home: str | Path | None, config: Any) -> list[Path]:
+    """The folder of the run's volunteer here, or those of all runs."""
+    from volunteer_kit.home import Home
+
+    try:
+        if home or config is not None:
+            return [Home(home, *([config.run_id, config.fingerprint] if config is not None else [])).path]
+        return sorted(path for path in (kit_folder() / "runs").glob("*") if path.is_dir())
+    except NoHome:  # told among the surroundings
+        return []
 
 
 def _load(run: str | Path, folder: str | Path | None) -> tuple[Any, Finding]:
@@ -140,7 +170,8 @@ def _host_folder(run_id: str, folder: str | Path | None) -> Path:
     return Path(folder) if folder else Path(f"{run_id}-host")
 
 
-def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
+def _looks_that_depend_on(config: Any, home: Path, houses: list[Path], line: Line) -> list[Look]:
+    """:param houses: folders of volunteers here"""
     parameters = state = None
     if config is not None:
         from volunteer_kit.run_sizes import parameters_of, state_bytes
@@ -157,8 +188,10 @@ def _looks_that_depend_on(config: Any, home: Path) -> list[Look]:
         Look("shared memory", LOADING, lambda: shared_memory(parameters, state)),
         Look("disk", SHORT, lambda: looks.disk(home, state)),
         Look("locks", SHORT, lambda: locks.look(home)),
+        Look("volunteer", SHORT, lambda: stopped.look("volunteer", houses)),
+        Look("logs", SHORT, lambda: logs(houses)),
         Look("proxies", SHORT, lambda: proxies([*clocks, *[endpoint] * needs_hub])),
-        Look("Hub", SHORT, lambda: looks.hub(endpoint, needs_hub)),
+        Look("Hub", SHORT, lambda: looks.hub(endpoint, needs_hub, line)),
         Look("clock", 2 * SHORT, lambda: looks.clock([*clocks, endpoint])),
     ]
 
@@ -169,37 +202,60 @@ def _reads_from_hub(config: Any) -> bool:
     return config.data.kind == "hub" or config.text_tokenizer.startswith("hub:")
 
 
-def _of_run(config: Any, host: HostSide | None) -> list[Finding]:
+def _of_run(config: Any, host: HostSide | None, house: Path | None, line: Line) -> list[Finding]:
+    """:param house: the folder of the run's volunteer on this machine; None: there can be none"""
     own = str(host.saved.get("peer_id")) if host else ""
     is_running = bool(host and host.is_running)
     addresses = [a for a in config.initial_peers if is_running or not own or not a.endswith(own)]
     port = 0
     later: list[Look] = []
+    said = Said()
+    key = house / "identity.key" if house is not None and host is None else None
+    trains_here = house is not None and stopped.is_at_work(house)
     if config.authority is not None and (host is None or is_running):
-        later.append(Look("authority", 2 * SHORT, lambda: _authority(config, host)))
+        later.append(Look("authority", 2 * SHORT, lambda: _authority(config, host, line, said)))
     if host is not None and host.saved:
         later.append(Look("ports", SHORT, lambda: _ports(host)))
+        later.append(Look("host process", SHORT, lambda: stopped.look("host process", [host.folder])))
+        later.append(Look("host logs", SHORT, lambda: logs([host.folder])._replace(name="host logs")))
         port = 0 if is_running else _peer_port(host.saved)
+
+    def records_of_run() -> Finding:
+        asks_for_key = key is not None and key.is_file() and not trains_here
+        said.records = records(config.run_id, key if asks_for_key else None, addresses, PEERS - 1)
+        return _kit(config, said)
+
+    is_readable = config.authority is None and bool(addresses)
+    reading = Look("kit", PEERS, records_of_run) if is_readable else None
+    if key is not None:
+        later.append(Look("key", PEERS, lambda: same_key(key, addresses, trains_here, PEERS - 1)))
     both: list[Finding] = []
 
     def peers() -> Finding:
-        both.extend(looks.first_peers_and_reach(addresses, port, PEERS - 1, host is not None, not is_running))
+        both.extend(looks.first_peers_and_reach(addresses, port, PEERS - 1, host is not None, not is_running, line))
         return both[0]
 
     first = Look("first peers", PEERS, peers).finding()
     found = both or [first, Finding("reachable", "warning", "could not be checked, as no peer could be started here")]
-    return [*found, *(look.finding() for look in later)]
+    found += [look.finding() for look in later]
+    found.append(reading.finding() if reading is not None else _kit(config, said))
+    told = said.records or Told()
+    if told.is_key_taken and key is not None:  # by a machine that nobody can call, perhaps
+        found = [key_verdict(key, True) if one.name == "key" else one for one in found]
+    found += [settings(told.fingerprints, config.fingerprint), wrong_clock(told.wrong_clock)]
+    return [one for one in found if one is not None]
 
 
-def _key(config: Any, home: str | Path | None) -> Finding:
-    from volunteer_kit.home import Home
+def _kit(config: Any, said: Said) -> Finding:
+    from volunteer_kit import __version__
 
-    house = Home(home, config.run_id, config.fingerprint)
-    return same_key(house.identity, config.initial_peers, _is_locked(house.path / "volunteer.lock"), PEERS - 1)
+    if config.authority is not None:
+        return kit([said.kit_of_host] if said.kit_of_host else [], __version__, "the run's host", is_one=True)
+    return kit(said.records.kits if said.records is not None else [], __version__, "the run's peers")
 
 
-def _authority(config: Any, host: HostSide | None) -> Finding:
-    found = looks.authority(config)
+def _authority(config: Any, host: HostSide | None, line: Line, said: Said) -> Finding:
+    found, said.kit_of_host = looks.authority(config, line)
     if host is None or found.level != "problem":
         return found
     return found._replace(way_out=f"Look at its log: {host.folder / 'logs' / 'authority.log'}")

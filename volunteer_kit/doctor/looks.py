@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from volunteer_kit.doctor import verdicts
 from volunteer_kit.doctor.finding import Finding
+from volunteer_kit.doctor.line import Line
 from volunteer_kit.packages import lacking, steps, version_of, with_kit_path
 from volunteer_kit.process_group import kill_all, note_leader
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
 
 ANSWER_WITHIN = 10.0  # s for one question over HTTP
+MAX_BODY = 2**16  # bytes; what an authority says of its run has some hundred
 
 
 class Look:
@@ -124,32 +126,59 @@ def _synchronized() -> bool | None:
     return {"yes": True, "no": False}.get(said)
 
 
-def hub(endpoint: str, needed: bool) -> Finding:
+class Reply(NamedTuple):
+    """:ivar error: what an address does instead of answering well ("does not answer: ..."); None: it answers well
+    :ivar status: of HTTP; 0: there was none
+    :ivar is_reached: whether the way there is open; None: not known, for a proxy of ours is to blame
+    :ivar body: at most MAX_BODY bytes of it, if they were asked for
+    """
+
+    error: str | None
+    status: int = 0
+    is_reached: bool | None = True
+    body: bytes = b""
+
+
+def hub(endpoint: str, needed: bool, line: Line | None = None) -> Finding:
+    """:param line: told whether it answers"""
     began = time.monotonic()
-    error = _http_error(endpoint)
-    return verdicts.hub(endpoint, error, time.monotonic() - began, needed)
+    reply = ask(endpoint)
+    _note(line, endpoint, "the Hub", reply)
+    return verdicts.hub(endpoint, reply.error, time.monotonic() - began, needed, reply.status)
 
 
-def _http_error(url: str) -> str | None:
-    """Why it does not answer, or answers with an error of its own; None: it answers."""
+def ask(url: str, body: bool = False) -> Reply:
+    """:param body: read what it says, too"""
     import requests
 
     from volunteer_kit.http_client import ProxyTrouble, http_session, retry_after
 
     try:
-        answer = http_session().get(url, timeout=ANSWER_WITHIN, allow_redirects=False, stream=True)
-        answer.close()
+        plain = {"Accept-Encoding": "identity"}  # so that MAX_BODY bounds what arrives, too
+        with http_session().get(
+            url, headers=plain, timeout=ANSWER_WITHIN, allow_redirects=False, stream=True
+        ) as answer:
+            said = next(answer.iter_content(MAX_BODY), b"") if body and answer.ok else b""
     except ProxyTrouble as error:
-        return error.in_a_line
+        return Reply(f"cannot be asked: {error.in_a_line}", is_reached=None)
     except requests.exceptions.SSLError as error:
-        return f"its certificate is not accepted ({_reason(error)})"
+        return Reply(f"has a certificate that is not accepted here ({_reason(error)})")
     except requests.exceptions.Timeout:
-        return f"no answer within {ANSWER_WITHIN:.0f} s"
+        return Reply(f"does not answer within {ANSWER_WITHIN:.0f} s", is_reached=False)
     except requests.RequestException as error:
-        return _reason(error)
+        return Reply(f"does not answer: {_reason(error)}", is_reached=False)
+    if answer.ok:
+        return Reply(None, answer.status_code, body=said)
     wait = retry_after(answer.headers.get("Retry-After"))
-    later = f", to be asked again in {wait:.0f} s" if wait else ""
-    return f"HTTP {answer.status_code}{later}" if answer.status_code >= 400 else None
+    return Reply(verdicts.status_words(answer.status_code, wait), answer.status_code)
+
+
+def _note(line: Line | None, url: str, role: str, reply: Reply) -> None:
+    """:param role: of whom `url` is, with its article"""
+    from volunteer_kit.http_client import host_of, is_on_this_machine
+
+    if line is not None and reply.is_reached is not None and not is_on_this_machine(url):
+        line.note(f"{role} ({host_of(url)})", reply.is_reached)
 
 
 def _reason(error: BaseException) -> str:
@@ -163,9 +192,14 @@ def _reason(error: BaseException) -> str:
 
 
 def first_peers_and_reach(
-    addresses: Sequence[str], port: int, within: float, is_host: bool, may_ask: bool
+    addresses: Sequence[str], port: int, within: float, is_host: bool, may_ask: bool, line: Line | None = None
 ) -> tuple[Finding, Finding]:
-    """By one p2pd for both. :param port: to listen on; 0: any. :param may_ask: the port is ours to be tried"""
+    """By one p2pd for both.
+
+    :param port: to listen on; 0: any
+    :param may_ask: the port is ours to be tried
+    :param line: told whether those on other machines answer
+    """
     if not addresses:
         nobody = verdicts.reach(False, "nobody is named who could call this machine", {}, is_host=is_host)
         return verdicts.first_peers({}, is_host), nobody
@@ -173,6 +207,9 @@ def first_peers_and_reach(
         found = probe(["peer", str(port), "may_ask" if may_ask else "may_not_ask", *addresses], within)
     except subprocess.TimeoutExpired:
         return verdicts.late("first peers", within), verdicts.late("reachable", within)
+    elsewhere = [why for address, why in found["results"].items() if address not in found["here"]]
+    if line is not None and elsewhere:
+        line.note("the run's first peers", not all(elsewhere))
     why_not = "the running host has the port"
     if may_ask:
         why_not = "peers call public addresses only" if found["is_local"] else "there is no peer to ask"
@@ -182,7 +219,18 @@ def first_peers_and_reach(
     )
 
 
-def authority(config: RunConfig) -> Finding:
+def situation() -> str:
+    """What kind of line or machine this is; "" without a network."""
+    from volunteer_kit.addressing import LISTEN
+    from volunteer_kit.swarm.reachability import look_at_machine
+
+    machine = look_at_machine(LISTEN)
+    return machine.in_words if machine.has else ""
+
+
+def authority(config: RunConfig, line: Line | None = None) -> tuple[Finding, str | None]:
+    """:param line: told whether it answers
+    :returns: and the version of the host's kit; "" where it tells none, None where it does not answer"""
     from volunteer_kit.auth.access_token import Trust
 
     assert config.authority is not None
@@ -190,16 +238,29 @@ def authority(config: RunConfig) -> Finding:
     try:
         Trust.of(config.run_id, config.authority.public_key)
     except ValueError as error:
-        return Finding("authority", "problem", f"public_key: {error}", "Ask the host for its run file.")
+        return Finding("authority", "problem", f"public_key: {error}", "Ask the host for its run file."), None
     parts = urlsplit(url)
     if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
-        error = "it is not https, and logins would pass in clear text"
-    else:
-        error = _http_error(f"{url}/v1/run")
+        text = f"{url} is not https, and logins would pass in clear text"
+        return Finding("authority", "problem", text, "Ask the host for its address with https."), None
+    reply = ask(f"{url}/v1/run", body=True)
+    _note(line, url, "the authority", reply)
     days = None
-    if error is None and parts.scheme == "https":
+    if reply.error is None and parts.scheme == "https":
         days = (_certificate_end(parts.hostname or "", parts.port or 443) - time.time()) / 86_400
-    return verdicts.authority(url, error, days)
+    kit = _kit_in(reply.body) if reply.error is None else None
+    return verdicts.authority(url, reply.error, days, reply.status), kit
+
+
+def _kit_in(said: bytes) -> str:
+    """The version that an authority tells; "" where it tells none."""
+    from volunteer_kit.swarm.kits import VERSION
+
+    try:
+        kit = json.loads(said)["kit"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    return kit if isinstance(kit, str) and re.match(VERSION, kit) else ""
 
 
 def _certificate_end(host: str, port: int) -> float:

@@ -1,12 +1,13 @@
 """What is looked at in a process of its own, since it could hang or take the machine's signals:
-`python -m volunteer_kit.doctor.probe device`, `... peer PORT may_ask|may_not_ask ADDRESS...` or
-`... key FILE ADDRESS...`. Prints one line of JSON."""
+`python -m volunteer_kit.doctor.probe device`, `... fork`, `... peer PORT may_ask|may_not_ask ADDRESS...`,
+`... key FILE ADDRESS...` or `... records RUN_ID FILE ADDRESS...`. Prints one line of JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 
 from volunteer_kit import output
 
@@ -17,14 +18,26 @@ CALL = 12.0  # s
 def main() -> int:
     output.keep_up()
     verb, *words = sys.argv[1:]
-    if verb == "key":
-        from volunteer_kit.doctor.same_key import ask
-
-        print(json.dumps(asyncio.run(ask(words[0], words[1:]))), flush=True)
-        return 0
-    found = device() if verb == "device" else peer(int(words[0]), words[2:], may_ask=words[1] == "may_ask")
-    print(json.dumps(found), flush=True)
+    print(json.dumps(LOOKS[verb](*words)), flush=True)
     return 0
+
+
+def key(file: str, *addresses: str) -> dict:
+    from volunteer_kit.doctor.same_key import ask
+
+    return asyncio.run(ask(file, addresses))
+
+
+def fork() -> dict:
+    from volunteer_kit.doctor.start_method import try_fork
+
+    return try_fork()
+
+
+def records(run_id: str, file: str, *addresses: str) -> dict:
+    from volunteer_kit.doctor.records import read
+
+    return read(run_id, file, addresses)
 
 
 def device() -> dict:
@@ -34,13 +47,13 @@ def device() -> dict:
     return {"name": found.name, "kind": found.kind, "free_gb": found.free_gb, "problems": list(found.problems)}
 
 
-def peer(port: int, addresses: list[str], may_ask: bool = True) -> dict:
+def peer(port: str, may_ask: str, *addresses: str) -> dict:
     """Dial each address through a p2pd, and find out as a joining peer does whether others can call this machine.
 
     A stranger gets no further than this: a run's peers take calls of the DHT from admitted ones only.
 
     :param port: to listen on; 0: any
-    :param may_ask: the port is ours to be tried
+    :param may_ask: "may_ask": the port is ours to be tried
     """
     from volunteer_kit.addressing import LISTEN
     from volunteer_kit.swarm import reachability
@@ -51,18 +64,19 @@ def peer(port: int, addresses: list[str], may_ask: bool = True) -> dict:
     host_maddrs = [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in LISTEN]
     machine, places = reachability.look_at_machine(host_maddrs), reachability.find_places(addresses)
     verdict, answers = reachability.by_addresses(machine, places), {}
-    if may_ask:
+    if may_ask == "may_ask":
         asked = [place for place in places if place.maddr in answering]
         answers = ask_first_peers(machine, asked, host_maddrs)
         verdict = reachability.by_answers(verdict, machine, places, answers)
     return {
         "results": results, "client_mode": verdict.client_mode, "why": verdict.why, "situation": machine.in_words,
         "is_local": reachability.is_local_swarm(machine, places),
+        "here": [place.maddr for place in places if place.is_here],
         "answers": {reachability.FAMILIES[family]: reachability.summary(said) for family, said in answers.items()},
     }  # fmt: skip
 
 
-async def _dial_all(addresses: list[str]) -> dict[str, str]:
+async def _dial_all(addresses: Sequence[str]) -> dict[str, str]:
     """Address -> "" if it answers as who it should be, or why not."""
     from hivemind.p2p import P2P
 
@@ -115,10 +129,14 @@ def in_words(error: str) -> str:
         ("timeout", "no answer"),
         ("timed out", "no answer"),
         ("deadline", "no answer"),
+        ("all dials failed", "no call gets through"),
     ):
         if sign in text:
             return words
     return error.splitlines()[0][:160] if error else "it cannot be called"
+
+
+LOOKS = {"device": device, "fork": fork, "peer": peer, "key": key, "records": records}
 
 
 if __name__ == "__main__":

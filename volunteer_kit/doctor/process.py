@@ -54,10 +54,13 @@ def home_folder(has_own: bool, folder: Path | None) -> Finding:
 def rights(mask: int, shared: Path | None) -> Finding:
     """:param mask: the umask
     :param shared: the folder of the kit's files, if everybody may write there"""
+    texts, ways = [], []
     if shared is not None:
-        text = f"everybody may replace files in {shared}, your key among them"
-        return Finding("rights", "warning", text, f"chmod go-w {shared}")
+        texts.append(f"everybody may replace files in {shared}, your key among them")
+        ways.append(f"chmod go-w {shared}")
     if not mask & stat.S_IWOTH:
-        text = f"the umask is {mask:03o}: everybody may write what programs make; the kit takes 022 for itself"
-        return Finding("rights", "warning", text, "umask 022")
+        texts.append(f"the umask is {mask:03o}: everybody may write what programs make; the kit takes 022 for itself")
+        ways.append("umask 022")
+    if texts:
+        return Finding("rights", "warning", "; ".join(texts), "\n".join(ways))
     return Finding("rights", "ok", f"the umask is {mask:03o}")

@@ -22,7 +22,8 @@ def steady_clock() -> Callable[[], Finding]:
 def verdict(jumped: str | None, woke: str | None, way_out: str) -> Finding:
     """:param jumped, woke: in words, as ClockWatch has them; None: nothing of that kind"""
     if jumped:
-        return Finding("clock steady", "problem", jumped, f"{way_out}   (and let no other program set the clock)")
+        text = jumped.removesuffix(f": {way_out}")
+        return Finding("clock steady", "problem", text, f"{way_out}   (and let no other program set the clock)")
     if woke:
         way_out = "Keep it awake while it trains: systemd-inhibit volunteer-kit join RUN"
         return Finding("clock steady", "warning", woke, way_out)

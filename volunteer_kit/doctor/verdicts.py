@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from volunteer_kit.device.plan import least_memory
-from volunteer_kit.doctor.finding import Finding
+from volunteer_kit.doctor.finding import Finding, Level
 from volunteer_kit.packages import Lack
+from volunteer_kit.swarm.clock_watch import LIMIT, SET_CLOCK, in_words
 
 GB = 1e9
 CHECKPOINTS = 3  # kept at a time, and one that is being written
-CLOCK_LIMIT = 3.0  # s; hivemind refuses records of who is further off
 CERTIFICATE_SOON = 14.0  # days
 OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
 
@@ -95,26 +95,54 @@ def open_files(hard: float) -> Finding:
 def clock(offset: float | None, uncertainty: float, source: str, synchronized: bool | None) -> Finding:
     """:param offset: s that this machine is behind `source`; None: nobody told the time
     :param synchronized: what the system says about NTP; None: it does not say"""
-    way_out = "sudo timedatectl set-ntp true   (in a notebook: restart its machine)"
+    way_out = f"{SET_CLOCK}   (in a notebook: restart its machine)"
     ntp = {True: "; set from the network", False: "; not set from the network", None: ""}[synchronized]
     if offset is None:
         level = "ok" if synchronized else "warning"
         return Finding("clock", level, f"nobody could be asked for the time{ntp}", "" if synchronized else way_out)
     off = abs(offset)
-    text = f"{off:.1f} s {'behind' if offset > 0 else 'ahead of'} {source} (±{uncertainty:.1f}){ntp}"
-    if off - uncertainty > CLOCK_LIMIT:
-        return Finding("clock", "problem", f"{text}; others refuse who is more than {CLOCK_LIMIT:.0f} s off", way_out)
-    if off - uncertainty > CLOCK_LIMIT / 2 or synchronized is False:
+    told = f"{off:.1f} s" if off < 90 else in_words(off)
+    text = f"{told} {'behind' if offset > 0 else 'ahead of'} {source} (±{uncertainty:.1f} s){ntp}"
+    if off - uncertainty > LIMIT:
+        return Finding("clock", "problem", f"{text}; others refuse a peer that is more than {LIMIT:.0f} s off", way_out)
+    if off - uncertainty > LIMIT / 2 or synchronized is False:
         return Finding("clock", "warning", text, way_out)
     return Finding("clock", "ok", text)
 
 
-def hub(endpoint: str, error: str | None, seconds: float, needed: bool) -> Finding:
-    """:param needed: the run's login or data are there"""
+def hub(endpoint: str, error: str | None, seconds: float, needed: bool, status: int = 0) -> Finding:
+    """:param error: what it does instead of answering well ("does not answer: ..."); None: it answers well
+    :param needed: the run's login or data are there
+    :param status: of HTTP, that it has answered with; 0: it has not answered"""
     if error is None:
         return Finding("Hub", "ok", f"{endpoint} answers in {seconds:.1f} s")
-    way_out = f"curl -I {endpoint}   shows why (behind a proxy: export HTTPS_PROXY=http://HOST:PORT)"
-    return Finding("Hub", "problem" if needed else "warning", f"{endpoint} does not answer: {error}", way_out)
+    level: Level = "problem" if needed else "warning"
+    if not status:
+        way_out = f"curl -I {endpoint}   shows why (behind a proxy: export HTTPS_PROXY=http://HOST:PORT)"
+        return Finding("Hub", level, f"{endpoint} {error}", way_out)
+    text = f"{endpoint} {error}"
+    if passes_by_itself(status):
+        return Finding("Hub", level, text, f"{WAIT} The Hub tells of its troubles at https://status.huggingface.co")
+    return Finding("Hub", level, text, f"curl -I {endpoint}   shows it; is HF_ENDPOINT right?")
+
+
+WAIT = "Wait: a first join asks again by itself, for 15 minutes."
+
+
+def passes_by_itself(status: int) -> bool:
+    """Whether an answer of HTTP says "later"."""
+    return status in (408, 429) or status >= 500
+
+
+def status_words(status: int, wait: float | None) -> str:
+    """An answer of HTTP that helps nobody, in words. :param wait: s that it asks us to wait; None: it does not say"""
+    why = ""
+    if status == 429:
+        why = ", for it is asked too often from this network"
+    elif status >= 500:
+        why = ": it is up, and has trouble of its own"
+    later = f"; to be asked again in {in_words(wait)}" if wait else ""
+    return f"answers with HTTP {status}{why}{later}"
 
 
 def run_file(error: str | None, run_id: str = "", fingerprint: str = "", is_open: bool = False) -> Finding:
@@ -181,13 +209,14 @@ def reach(
     return Finding("reachable", "warning" if is_host else "ok", text, from_outside if is_host else "")
 
 
-def authority(url: str, error: str | None, certificate_days: float | None) -> Finding:
-    """:param error: why it does not answer; None: it does
-    :param certificate_days: until its certificate ends; None: not https, or not known"""
+def authority(url: str, error: str | None, certificate_days: float | None, status: int = 0) -> Finding:
+    """:param error: what it does instead of answering well ("does not answer: ..."); None: it answers well
+    :param certificate_days: until its certificate ends; None: not https, or not known
+    :param status: of HTTP, that it has answered with; 0: it has not answered"""
     if error is not None:
-        return Finding(
-            "authority", "problem", f"{url}: {error}", "Ask the host; it looks with: volunteer-kit doctor RUN"
-        )
+        ask = f"{WAIT} Then ask" if status == 0 or passes_by_itself(status) else "Ask"
+        way_out = f"{ask} the host, who can look on its machine: volunteer-kit doctor RUN"
+        return Finding("authority", "problem", f"{url} {error}", way_out)
     if certificate_days is None:
         return Finding("authority", "ok", f"{url} answers, on this machine, in clear text")
     text = f"{url} answers; its certificate is good for {certificate_days:.0f} days"

@@ -66,6 +66,21 @@ def read_instance(value: Any) -> Instance | None:
     return Instance(name, started, written)
 
 
+def find_instance(dht: DHT, run_id: str, peer_id: PeerID, owner: bytes) -> Instance | None:
+    """What stands under a key; waits for the DHT.
+
+    :param owner: the key's public half, as names of signed records have it
+    """
+    found = dht.get(_name(run_id, peer_id), latest=True)
+    entries = found.value if found is not None and isinstance(found.value, dict) else {}
+    entry = entries.get(owner)
+    return read_instance(entry.value) if isinstance(entry, ValueWithExpiration) else None
+
+
+def _name(run_id: str, peer_id: PeerID) -> str:
+    return f"same_key.{run_id}.{peer_id}"
+
+
 class KeyWatch:
     """Tells others under this peer's key that we are here, and finds out whether there are any.
 
@@ -75,7 +90,7 @@ class KeyWatch:
 
     def __init__(self, dht: DHT, run_id: str, peer_id: PeerID, skew: float = SKEW):
         self._skew = skew
-        self._dht, self._key = dht, f"same_key.{run_id}.{peer_id}"
+        self._dht, self._run_id, self._peer_id = dht, run_id, peer_id
         self._subkey = RSASignatureValidator().local_public_key
         self._id, self._started = secrets.token_bytes(ID_SIZE), get_dht_time()
         self._wrote: deque[float] = deque(maxlen=REMEMBERED)
@@ -83,16 +98,13 @@ class KeyWatch:
 
     def look(self) -> Sharing:
         """Waits for the DHT. To be called several times in LIFETIME."""
-        found = self._dht.get(self._key, latest=True)
-        entries = found.value if found is not None and isinstance(found.value, dict) else {}
-        entry = entries.get(self._subkey)
+        standing = find_instance(self._dht, self._run_id, self._peer_id, self._subkey)
         now = get_dht_time()
         own = Instance(self._id, self._started, now)
-        standing = read_instance(entry.value) if isinstance(entry, ValueWithExpiration) else None
         if standing is not None and standing.written > now + SKEW:
             self._misdated = standing
         is_old = standing is not None and standing == self._misdated
         sharing = Sharing.ALONE if is_old else judge(own, standing, self._wrote, self._skew)
         self._wrote.append(now)
-        self._dht.store(self._key, [*own], now + LIFETIME, subkey=self._subkey)
+        self._dht.store(_name(self._run_id, self._peer_id), [*own], now + LIFETIME, subkey=self._subkey)
         return sharing
