@@ -1,0 +1,1 @@
+"""Parts of prepared_machine.py."""
