@@ -131,8 +131,8 @@ class MeetingOptimizer(VerifyingOptimizer):
                     tracker.look_again(timeout=LOOK)
                     self.step(batch_size=0)  # go into a round that is due
                     time.sleep(max(POLL, min(tracker.min_refresh_period, POLL_SHARE * tracker.seconds_in_epoch)))
-        finally:
-            tracker.wait_in(None)
+        finally:  # who takes turns says at once in the next epoch that it waits: no samples of it are expected by then
+            tracker.wait_in(self.local_epoch + 1 if self.takes_turns else None)
 
     def _has_begun_without_us(self) -> bool:
         if not self._can_make_up or time.monotonic() < self._next_begun_lookup:

@@ -35,6 +35,7 @@ NEAR = 2  # epochs behind: who makes up for a round is here for the next
 NEWCOMER = 10.0  # s that a member without samples is taken for one that is about to have some
 SLOWEST, WAITS = 1e-9, 0.0  # samples/s: of a device that computes at least, and of one that waits for others
 LAST_ROUNDS = 3  # that tell what a peer brings to a step
+MORE_THAN_BROUGHT = 1.25  # times as much as that, it can be
 LATE = 5.0  # s without a word; clocks may differ by 3
 LOOK_PATIENCE = 3.0  # s, for a look while a round waits
 # of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
@@ -304,7 +305,7 @@ class SwarmProgressTracker(ProgressTracker):
         peer = PeerID(claim.peer_id)
         if peer == self.dht.peer_id:
             return claim
-        since_then = claim.samples_per_second * max(0.0, now - claim.time)  # as hivemind adds it
+        since_then = self._since_then(claim, now)
         self.claims.note(peer, claim.epoch, claim.samples_accumulated, claim.samples_accumulated + since_then)
         claim_of_epoch = self.claims.of(peer, epoch)
         if claim.epoch == epoch + 1 and claim_of_epoch is not None:
@@ -316,10 +317,21 @@ class SwarmProgressTracker(ProgressTracker):
             speed = min(speed, self._typical_speed)
         speed *= share
         samples = believed_samples(claim.samples_accumulated, share, limit)
-        if limit is not None:  # hivemind adds what it has done since by its speed
+        if limit is not None:
             speed = min(speed, max(0.0, limit - samples) / max(1.0, now - claim.time))
-        believed = {"samples_accumulated": int(samples), "samples_per_second": float(speed)}
+        samples += min(since_then, speed * max(0.0, now - claim.time))  # or hivemind adds it, without a bound
+        believed = {"samples_accumulated": int(samples), "samples_per_second": float(speed), "time": now}
         return claim.copy(update={**believed, "client_mode": claim.client_mode or claim.epoch > epoch})
+
+    def _since_then(self, claim: LocalTrainingProgress, now: float) -> float:
+        """Samples that it may have computed since it told its progress, by its speed; but no more than makes it as many
+        as it brought to one of the last rounds. Where a step takes less time than a word needs, peers would be taken to
+        have computed several, and be believed less for it."""
+        samples = claim.samples_per_second * max(0.0, now - claim.time)
+        brought = self._brought.get(PeerID(claim.peer_id))
+        if not brought:
+            return samples
+        return min(samples, max(0.0, MORE_THAN_BROUGHT * max(brought) - claim.samples_accumulated))
 
     def settle_round(self, epoch: int, group: Iterable[PeerID], weights: Mapping[PeerID, float]) -> None:
         """What the claims of `epoch` were worth in its round, and who came to it.
