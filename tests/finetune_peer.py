@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,11 @@ from volunteer_kit.training.hf_trainer import SwarmCallback, TrainingArguments
 def say(event: str, **fields) -> None:
     sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
+
+
+def move(buffer: torch.Tensor, amount: float, model: torch.nn.Module, inputs) -> None:
+    if model.training:
+        buffer.add_(amount)
 
 
 def main() -> None:
@@ -35,14 +41,17 @@ def main() -> None:
         data_collator=pad,
         dht={"initial_peers": settings["initial_peers"], "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]},
         name=settings["name"],
-        hf_token=settings["hf_token"],
+        hf_token=settings.get("hf_token"),
     )  # fmt: skip
+    for name, amount in settings.get("moves", {}).items():  # as a BatchNorm moves its own in each batch
+        trainer.model.register_forward_pre_hook(partial(move, trainer.model.get_buffer(name), amount))
     try:
         trainer.train()
     except LoginError as error:
         say("refused", why=str(error))
         return
     trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trained |= {name: b.clone() for name, b in trainer.model.named_buffers() if name in trainer.model.state_dict()}
     save_file(trained, settings["out"] + "/trained.safetensors")
     say("done", step=trainer.state.global_step, log=trainer.state.log_history)
 

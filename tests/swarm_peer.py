@@ -72,6 +72,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(DIM_IN, 48), torch.nn.Tanh(), torch.nn.Linear(48, DIM_OUT))
     truth = torch.randn(DIM_IN, DIM_OUT)
+    spare = torch.nn.Parameter(torch.ones(2))  # that nobody uses
     attack = ATTACKS.get(settings.get("attack"))
     if attack:
         attack()
@@ -95,8 +96,9 @@ def main() -> None:
             max_mbps=settings.get("max_mbps"),
             grad_rank=settings.get("grad_rank"),
             left_over=Path(settings["left_over"]) if "left_over" in settings else None,
+            marks_unused=settings.get("marks_unused", False),
         ),
-        params=list(model.parameters()),
+        params=[*model.parameters(), *([spare] if "marks_unused" in settings else [])],
         **({"state_reduce": weighted_mean} if settings.get("trusts_means") else {}),
         optimizer=OuterNesterov
         if "local_batch" in settings
@@ -111,7 +113,7 @@ def main() -> None:
     say("joined", taken=optimizer.join(), epoch=optimizer.local_epoch, complete=optimizer.complete)
     train(model, truth, optimizer, settings, orders)
     state = optimizer.settle(patience=30.0)
-    say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()))
+    say("finished", epoch=optimizer.local_epoch, digest=state, model=digest(model.parameters()), spare=spare.tolist())
     orders.leave.wait()
     optimizer.shutdown()
     member.close()

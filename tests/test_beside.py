@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from tests.allreduce_group import average, make_group
-from volunteer_kit.swarm.beside import BesideGradients, SharedBuffers, shared_buffers
+from volunteer_kit.swarm.beside import (
+    BUFFERS,
+    BesideGradients,
+    HeldBuffers,
+    SharedBuffers,
+    buffer_shapes,
+    initial_buffers,
+    put_buffers,
+    shared_buffers,
+)
 from volunteer_kit.swarm.codec import BESIDE, CODECS, ExactBeside, make_codec
 from volunteer_kit.swarm.local_steps import LocalSteps, LocalStepsConfig
 from volunteer_kit.swarm.options import SwarmOptions
@@ -154,7 +163,70 @@ def test_local_steps_leave_alone_what_had_no_gradient():
     assert not torch.equal(own[0], torch.ones(2)) and torch.equal(own[1], torch.ones(2))
 
 
-@pytest.mark.parametrize("other", [{"grad_rank": 2}, {"verification": object()}])
-def test_it_is_not_had_with_rounds_that_know_gradients_only(other):
+class Gate(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.register_buffer("bias", torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+
+def test_one_without_a_model_has_a_runs_buffers_too():
+    """The monitor knows shapes only: what goes round is how far they have moved, and a joiner takes its zeros."""
+    with torch.device("meta"):
+        held = HeldBuffers.of_run(Gate())
+    model = Gate()
+    model.norm.running_mean.fill_(5.0)  # of a base that has learnt
+    began = initial_buffers(model)
+    own = SharedBuffers(model, began)
+    assert [name for name, _ in own.shapes] == list(buffer_shapes(model)) and "mask" in buffer_shapes(model)
+    assert len(held) == len(own) and torch.equal(held.shared, own.shared)
+    own.take(held.shared)
+    own.arrive()
+    assert torch.equal(model.norm.running_mean, torch.full((2,), 5.0))
+    model.norm.running_mean.add_(2.0)
+    model.norm.num_batches_tracked.fill_(4)
+    tensors, beside = [], [BesideGradients(1, own), BesideGradients(1, held)]
+    for one in beside:
+        tensors.append([torch.zeros(4), one.make_tensor()])
+        one.fill(tensors[-1][1])
+    _, results = average(lambda: make_group(tensors, weights=[2.0, 0.0], codec=ExactBeside(CODECS["uniform8"]),
+                                            tensor_infos=infos(tensors[0])))  # fmt: skip
+    for one, buffers, averages in zip(beside, (own, held), results, strict=True):
+        buffers.take(one.read(averages[1]).buffers)
+        buffers.arrive()
+    assert torch.equal(own.shared, held.shared) and held.shared.sum() == 2 * 2.0 + 4
+    assert torch.equal(model.norm.running_mean, torch.full((2,), 7.0)) and model.norm.num_batches_tracked == 4
+
+    joiner = Gate()
+    joiner.norm.running_mean.fill_(5.0)
+    theirs = SharedBuffers(joiner, initial_buffers(joiner))
+    theirs.shared.copy_(held.shared)  # it takes the monitor's state
+    theirs.arrive()
+    for name, buffer in model.state_dict().items():
+        assert torch.equal(joiner.state_dict()[name], buffer), name
+    assert torch.equal(joiner.mask, torch.tensor([0.0, float("-inf")])), "nobody moves an infinity"
+
+
+def test_who_goes_on_from_a_checkpoint_has_moved_since_the_run_began():
+    began = initial_buffers(Gate())
+    resumed = Gate()
+    resumed.norm.running_var.fill_(0.25)
+    assert SharedBuffers(resumed, began).shared.sum() == 2 * (0.25 - 1.0)
+
+
+def test_a_runs_buffers_are_put_into_its_model_and_a_variance_is_not_negative():
+    model = Gate()
+    values = torch.cat([values.view(-1) for values in initial_buffers(model).values()])
+    put_buffers({BUFFERS: torch.where(values.isfinite(), -3.0, 0.0)}, model)
+    assert torch.equal(model.norm.running_mean, torch.full((2,), -3.0))
+    assert torch.equal(model.norm.running_var, torch.zeros(2)) and torch.equal(model.mask, Gate().mask - 3.0)
+    before = {name: buffer.clone() for name, buffer in model.state_dict().items()}
+    put_buffers({}, model)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.state_dict().items())
+
+
+def test_it_is_not_had_with_rounds_that_are_computed_again():
     with pytest.raises(ValueError, match="marks_unused"):
-        SwarmOptions("key", 16, marks_unused=True, **other)
+        SwarmOptions("key", 16, marks_unused=True, verification=object())
+    assert SwarmOptions("key", 16, marks_unused=True, grad_rank=2).grad_rank == 2

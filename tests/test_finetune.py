@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from safetensors.torch import load_file
 from benchmarks.trainer_parts.material import SHORTEST
 from tests.local_authority import add_person
 from tests.local_swarm import LocalPeer
-from tests.monitored import monitored
+from tests.monitored import SMALLER, monitored
+from volunteer_kit.checkpoint import load_checkpoint
 from volunteer_kit.dashboard.page import render
 from volunteer_kit.dashboard.state import empty_state, run_info
-from volunteer_kit.finetune import _of_run
+from volunteer_kit.finetune import TrainingArguments, _of_run, swarm_trainer
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings
 from volunteer_kit.host.words import welcome
@@ -33,12 +35,15 @@ from volunteer_kit.run_sections import AuthorityConfig
 from volunteer_kit.run_sizes import parameters_of
 from volunteer_kit.runs import (
     FineTuneConfig,
+    RunConfig,
     RunError,
     build_model,
     load_run,
     require_ready,
     with_data,
 )
+from volunteer_kit.session.options import swarm_options
+from volunteer_kit.swarm.beside import put_buffers
 from volunteer_kit.ways_in import Offer
 
 TINY = {
@@ -162,6 +167,22 @@ def test_what_must_be_equal_is_in_the_fingerprint(change, is_another):
     assert (load_run({**RUN, **change}).fingerprint != load_run(RUN).fingerprint) is is_another
 
 
+def test_kits_whose_rounds_have_other_shapes_do_not_meet(monkeypatch):
+    """Older ones tell nobody which parameters they used."""
+    now, pictures = load_run(RUN).fingerprint, load_run("demo").fingerprint
+    assert swarm_options(load_run(RUN)).marks_unused and not swarm_options(load_run("demo")).marks_unused
+    monkeypatch.setattr(RunConfig, "marks_unused", False)
+    assert load_run(RUN).fingerprint != now and load_run("demo").fingerprint == pictures
+
+
+def test_a_model_of_ones_own_with_other_buffers_is_not_the_runs(tmp_path):
+    run = load_run(RUN)
+    model = build_transformers(run.model, run.seed)
+    model.register_buffer("level", torch.ones(2))
+    with pytest.raises(RunError, match="it differs in 'level'"):
+        swarm_trainer(run, train_dataset=[], model=model, args=TrainingArguments(str(tmp_path), use_cpu=True))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -251,3 +272,60 @@ def test_two_members_an_authority_and_a_monitor(tmp_path):
         assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-6
         monitor.wait_event("checkpoint", 60)
         assert json.loads((tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] > 0
+
+
+UNUSED = {  # its cross-attention has nothing to attend to
+    "model_type": "gpt2", "vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2,
+    "add_cross_attention": True,
+}  # fmt: skip
+BIASED = {
+    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+    "moe_intermediate_size": 16, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "swarm"),
+    [(UNUSED, {"grad_compression": "powersgd", "grad_rank": 2}), (BIASED, {"aggregation": "centered_clip"})],
+    ids=["unused parameters", "buffers"],
+)
+def test_members_of_a_run_leave_alone_what_none_used_and_average_buffers(tmp_path, config, swarm):
+    """The monitor goes into the same rounds, has the same state, and keeps it."""
+    no_pictures = dict.fromkeys(("image_tokenizer", "text_tokenizer", "data", "captions"))
+    about = {**no_pictures, "run_id": "demo", "target_batch_size": 64, "model": {"config": config, "max_length": 48}}
+    about["optimizer"] = {"lr": 0.02, "warmup_epochs": 2, "total_epochs": 400, "weight_decay": 0.1}
+    with monitored(tmp_path, open_run=True, **about, swarm={**SMALLER["swarm"], **swarm}) as run:
+        monitor = run.monitor("--checkpoint-every", "1")
+        peers = [
+            LocalPeer(
+                tmp_path / f"{name}.log", module="tests.finetune_peer", name=name, run=str(run.file),
+                first=1000 * number, out=str(tmp_path / name), max_steps=12, initial_peers=run.maddrs,
+                moves={BIAS: 1.0 + number} if config is BIASED else {},
+            )
+            for number, name in enumerate(("ada", "bob"))
+        ]  # fmt: skip
+        run.peers.extend(peers)
+        for peer in peers:
+            peer.wait_for(lambda e: e["event"] == "step" and e["group_size"] == 3 and e["failure"] is None, 120)
+        for peer in peers:
+            peer.wait_event("done", 240)
+        monitor.wait(lambda journal: journal.latest()["epoch"] >= 11, 60)
+        made = load_run(run.file)
+    initial = build_model(made)
+    ours, theirs = (load_file(tmp_path / name / "trained.safetensors") for name in ("ada", "bob"))
+    [*_, last] = sorted((tmp_path / "monitor" / "checkpoints").iterdir())
+    kept = load_checkpoint(last, fingerprint=made.fingerprint)
+    for name, began in initial.named_parameters():
+        is_unused = "crossattention" in name or "ln_cross_attn" in name
+        assert torch.equal(ours[name], began) is is_unused and torch.equal(theirs[name], began) is is_unused, name
+        assert torch.equal(kept.model[name], began) is is_unused, name
+    if config is BIASED:
+        assert (ours[BIAS] - theirs[BIAS]).abs().max() < 4.0, "each moved by more than 12 and 24"
+        assert kept.model["buffers"].min() > 6.0 and initial.get_buffer(BIAS).abs().max() == 0.0
+        saved = save_pretrained(made.model, kept.model, tmp_path / "saved", partial(put_buffers, kept.model))
+        assert torch.equal(load_file(saved["model.safetensors"])[BIAS], kept.model["buffers"])

@@ -163,6 +163,19 @@ def test_what_was_left_out_outlives_a_restart_and_a_lost_round(tmp_path):
         assert torch.allclose(tensor, expected, atol=1e-5)
 
 
+def test_what_goes_beside_the_gradients_travels_exactly_and_leaves_nothing_for_later(tmp_path):
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(grad_codec="blockwise8", grad_rank=RANK, marks_unused=True) for _ in range(3)]
+        for peer in peers:
+            peer.wait_whole()
+        finished = swarm.finish(*peers)
+    assert len({(e["epoch"], e["digest"]) for e in finished}) == 1
+    assert [e["spare"] for e in finished] == [[1.0, 1.0]] * 3, "decayed, though nobody had a gradient of it"
+    for peer in peers:
+        steps = [e for e in peer.events if e["event"] == "epoch"]
+        assert any(is_whole(e) and e["received"] == 1.0 for e in steps)
+
+
 def test_real_peers_stay_equal_and_learn(tmp_path):
     with local_swarm(tmp_path) as swarm:
         peers = [swarm.add(grad_codec="float16", grad_rank=RANK, client_mode=number == 2) for number in range(3)]

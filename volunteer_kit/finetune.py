@@ -27,6 +27,7 @@ from volunteer_kit.session.membership import Membership
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.session.trust import Among
 from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.beside import buffer_shapes, initial_buffers
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, PeerConfig
 from volunteer_kit.swarm.records import PeerBoard
@@ -83,7 +84,8 @@ def swarm_trainer(
     )
     identity = Path(args.output_dir) / "swarm" / "identity.key"
     identity.parent.mkdir(parents=True, exist_ok=True)
-    trainer.add_callback(SwarmCallback(trainer, _of_run(config, dict(dht or {}), str(identity), name, hf_token)))
+    of_run = _of_run(config, dict(dht or {}), str(identity), name, hf_token)
+    trainer.add_callback(SwarmCallback(trainer, replace(of_run, initial_buffers=initial_buffers(model))))
     return trainer
 
 
@@ -91,10 +93,12 @@ def _check_model(config: FineTuneConfig, model: torch.nn.Module) -> None:
     shared = build_model(config)
     theirs = {name: tuple(p.shape) for name, p in shared.named_parameters() if p.requires_grad}
     ours = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    theirs |= {name: tuple(shape) for name, shape in buffer_shapes(shared).items()}
+    ours |= {name: tuple(shape) for name, shape in buffer_shapes(model).items()}
     if parameter_names(shared) != parameter_names(model) or theirs != ours:
         odd = next(iter(sorted(theirs.items() ^ ours.items())), ("their order", ()))[0]
         raise RunError(
-            f"This model does not fit the run {config.run_id!r}: it differs in {odd!r} of {len(theirs)} trained "
+            f"This model does not fit the run {config.run_id!r}: it differs in {odd!r} of {len(theirs)} shared "
             "tensors.\n1. Leave `model` out: it is built as the run file says.\n"
             "2. Or build it by volunteer_kit.model.transformers_model.build_transformers(run.model, run.seed)."
         )

@@ -163,6 +163,12 @@ class RunConfig(BaseModel):
         return True
 
     @property
+    def marks_unused(self) -> bool:
+        """Do members tell each other which parameters they used, and average the model's buffers? The kit's own model
+        uses all of them in each sample, and has no buffers that move."""
+        return not self.draws
+
+    @property
     def fingerprint(self) -> str:
         """32 hex digits of all that must be equal to average: no addresses, not where the data lie."""
         shared = {
@@ -215,7 +221,7 @@ class FineTuneConfig(RunConfig):
         return False
 
     def _samples(self) -> dict[str, Any]:
-        return {}
+        return {"marks_unused": self.marks_unused}  # of kits that do not, rounds have other shapes
 
 
 _AVERAGING_FIELDS = {

@@ -10,6 +10,7 @@ from volunteer_kit.checkpoint import save_checkpoint
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups
 from volunteer_kit.session.options import swarm_options
+from volunteer_kit.swarm.beside import BUFFERS, HeldBuffers
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
@@ -34,6 +35,7 @@ def download_checkpoint(
         try:
             _ask(averager, config, timeout, say)
             tensors = [parameter.detach().clone() for parameter in averager.state_tensors()[: averager.num_parameters]]
+            names = [*parameter_names(model), *([BUFFERS] if averager.extra_tensors else [])]
             epoch = averager.local_epoch
         finally:
             averager.abandon_statistics()
@@ -41,7 +43,7 @@ def download_checkpoint(
     finally:
         peer.shutdown()
     meta = {"run_id": config.run_id, "fingerprint": config.fingerprint, "run": config.model_dump(mode="json")}
-    named = dict(zip(parameter_names(model), tensors, strict=True))
+    named = dict(zip(names, tensors, strict=True))
     return save_checkpoint(out, named, {**meta, "epoch": epoch})
 
 
@@ -61,6 +63,7 @@ def _asking_averager(peer: Peer, options: SwarmOptions, config: RunConfig, model
         allreduce_timeout=options.allreduce_timeout,
         next_chunk_timeout=options.next_chunk_timeout,
         max_weight=1.0,
+        buffers=HeldBuffers.of_run(model) if options.marks_unused else None,
         start=True,
     )
 

@@ -6,7 +6,7 @@ beside a base that has shapes only, and needs no memory for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,16 +44,24 @@ def shapes_of(config: TransformersConfig) -> nn.Module:
     return build_transformers(config, 0, weights=False) if config.lora is not None else _shapes(config)
 
 
-def save_pretrained(config: TransformersConfig, trained: Mapping[str, torch.Tensor], folder: Path) -> dict[str, Path]:
+def save_pretrained(
+    config: TransformersConfig,
+    trained: Mapping[str, torch.Tensor],
+    folder: Path,
+    finish: Callable[[nn.Module], None] = lambda model: None,
+) -> dict[str, Path]:
     """Write what transformers and peft load: adapters, or the whole model. :returns: its files by name.
 
     :param trained: tensors by the names of the model's parameters. Raises KeyError for one that is missing
+    :param finish: what else training has changed, put into a whole model
     """
     model = build_transformers(config, 0, weights=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(trained[name])
+    if config.lora is None:
+        finish(model)
     more = {} if config.lora is None else {"save_embedding_layers": False}  # it would ask the Hub for the base's
     model.save_pretrained(folder, **more)
     return {path.name: path for path in folder.iterdir() if path.suffix in (".json", ".safetensors")}

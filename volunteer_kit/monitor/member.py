@@ -27,6 +27,7 @@ from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_pa
 from volunteer_kit.session.options import swarm_options
 from volunteer_kit.swarm.acceptance import StateTrust
 from volunteer_kit.swarm.admission import Admission
+from volunteer_kit.swarm.beside import BUFFERS, HeldBuffers
 from volunteer_kit.swarm.credit_bounds import Bounds
 from volunteer_kit.swarm.host_membership import HostMembership
 from volunteer_kit.swarm.optimizer import SwarmOptimizer
@@ -78,7 +79,8 @@ class Member:
         self.public_loss = public_samples(run)
         self.step_bound = build_step_bound(run, ROUNDING if run.swarm.average_state_every else 0.0)
         model = build_model(run)
-        self.names = parameter_names(model)
+        self._buffers = HeldBuffers.of_run(model) if run.marks_unused else None
+        self.names = [*parameter_names(model), *([BUFFERS] if self._buffers is not None and len(self._buffers) else [])]
         require_shared_memory(shared_bytes(parameters_of(run), state_bytes(run)))
         self.peer = self._start_peer(addresses)
         self.peer.processes.when_broken(on_broken)
@@ -132,6 +134,7 @@ class Member:
             optimizer=make,
             scheduler=schedule,
             reduce=rule(self.run.swarm.aggregation),
+            buffers=self._buffers,
         )
         optimizer.weights_are_samples = self.run.draws  # those of a fine-tune weigh what their loss is a mean over
         if self.run.authority is not None:
@@ -208,12 +211,13 @@ class Member:
 
     @torch.no_grad()
     def look(self, swarm_loss: float | None) -> State:
-        """A copy of the parameters, and whether the statistics are numbers. Only while it is steady."""
+        """A copy of the parameters, and whether the rest is numbers. Only while it is steady."""
         averager = self.optimizer.state_averager
         with averager.lock_averaged_tensors:
             tensors = averager.state_tensors()
-            parameters = [tensor.detach().cpu().clone() for tensor in tensors[: averager.num_parameters]]
-            finite = is_finite(tensors[averager.num_parameters :])
+            count = len(averager.main_parameters)
+            parameters = [tensor.detach().cpu().clone() for tensor in tensors[:count]]
+            finite = is_finite(tensors[count:])
         return State(self.epoch, self.order, parameters, finite, swarm_loss)
 
     def copy(self) -> tuple[dict, list[torch.Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def push(task: dict[str, Any]) -> dict[str, Any]:
     from volunteer_kit.monitor import fine_tune_card
     from volunteer_kit.monitor.card import CURVE, draw_curve, model_card
     from volunteer_kit.runs import FineTuneConfig, load_run
+    from volunteer_kit.swarm.beside import put_buffers
     from volunteer_kit.ways_in import read_offer
 
     run, epoch, checkpoint = load_run(task["run"]), task["epoch"], Path(task["checkpoint"])
@@ -33,7 +35,7 @@ def push(task: dict[str, Any]) -> dict[str, Any]:
         files["run.yaml"] = _run_file(task["run"], folder / "run.yaml")
         if isinstance(run, FineTuneConfig):
             found = load_checkpoint(checkpoint, fingerprint=run.fingerprint)
-            made = save_pretrained(run.model, found.model, folder / "model")
+            made = save_pretrained(run.model, found.model, folder / "model", partial(put_buffers, found.model))
             files |= {fine_tune_card.place_of(name, run.model): path for name, path in made.items()}
         if curve := draw_curve(task["history"], folder / CURVE, f"{run.run_id}: loss by step {epoch:,}"):
             files[CURVE] = curve

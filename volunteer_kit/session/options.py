@@ -62,6 +62,7 @@ def swarm_options(run: RunConfig, max_mbps: float | None = None, left_over: Path
         state_codec=make_codec(small, swarm.state_compression, swarm.compress_above),
         verification=Settings(**run.verification.model_dump()) if run.verification else None,
         clips=swarm.aggregation == "centered_clip",
+        marks_unused=run.marks_unused,
         refresh_period=min(0.5, swarm.matchmaking_time / 5),
         metadata_expiration=swarm.progress_expiration,
         max_mbps=max_mbps,

@@ -11,7 +11,7 @@ import hivemind
 
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.robust.median import coordinate_median
-from volunteer_kit.swarm.beside import BesideGradients, SharedBuffers
+from volunteer_kit.swarm.beside import BesideGradients, HeldBuffers
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.held_parts import Reduce
@@ -52,7 +52,7 @@ class AssembledOptimizer(hivemind.Optimizer):
         local_steps: LocalStepsConfig | None = None,
         reduce: Reduce = weighted_mean,
         state_reduce: Reduce = coordinate_median,
-        buffers: SharedBuffers | None = None,
+        buffers: HeldBuffers | None = None,
     ):
         self.options, params = options, list(params)
         own = [dict(group) if isinstance(group, dict) else group for group in params]  # optimizers write into theirs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ class AveragedState(AveragedDifferences):
 
     def _measure(self, step: Callable[[], Any]) -> None:
         """Take a step of our own; where nothing bounds it, see how far it goes."""
-        own = self.state_tensors()[: self.num_parameters]
+        own = self._own_parameters
         is_measured = self._own_steps is not None and not self._has_bound
         before = [tensor.clone() for tensor in own] if is_measured else []
         step()
@@ -91,13 +92,14 @@ class AveragedState(AveragedDifferences):
 
     def _bound_round(self) -> None:
         """Tell the averager's process how far a round may carry us."""
-        own = self.state_tensors()[: self.num_parameters]
+        own, others = self._own_parameters, len(self.extra_tensors)
         epochs = max(ASTRAY, min(REMEMBERED, self._state_epoch - self._agreed_at))
         if self._has_bound:
             bounds = self._bounds(Ground(self._state_epoch, own, is_veteran=True), self._state_epoch, epochs)
         else:
             bounds = (self._own_steps or OwnSteps()).bounds(own, epochs)
-        self._outer_pipe.send(("_take_bounds", [list(map(float, bounds))], {}))
+        bounds = [*map(float, bounds), *[math.inf] * others]
+        self._outer_pipe.send(("_take_bounds", [bounds], {}))
 
     async def _take_bounds(self, bounds: list[float]) -> None:
         self._bounds_of_round = bounds

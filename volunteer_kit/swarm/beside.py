@@ -11,7 +11,7 @@ counts only where both ends came, wherever the slice of that reducer began.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,13 @@ VARIANCE = "running_var"  # of all of torch's norms
 IS_WEIGHT = "qweight"  # a buffer that holds a quantized weight, as GPTQ's and AWQ's layers have: it is never trained
 
 
-def shared_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """(full name, module, name in it) of what is shared: persistent buffers of floating point, and counters (single
-    whole numbers). Tables of whole numbers, truth values, buffers with values that are not finite, and all that belongs
-    to a quantized weight are each peer's own; so are caches, which are not persistent."""
+BUFFERS = "buffers"  # what they are called among the tensors of a checkpoint
+
+
+def run_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """(full name, module, name in it) of what all peers of a run share: persistent buffers of floating point, and
+    counters (single whole numbers). Tables of whole numbers, truth values and all that belongs to a quantized weight
+    are each peer's own; so are caches, which are not persistent. A model of shapes alone has the same ones."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if getattr(module, IS_WEIGHT, None) is not None:
@@ -35,21 +38,78 @@ def shared_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
         for name, buffer in module.named_buffers(recurse=False):
             is_counter = buffer.ndim == 0 and buffer.dtype != torch.bool and not buffer.is_complex()
             is_own = name in module._non_persistent_buffers_set or id(buffer) in seen
-            if not is_own and (buffer.is_floating_point() or is_counter) and _is_finite(buffer):
+            if not is_own and (buffer.is_floating_point() or is_counter):
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, module, name
 
 
-class SharedBuffers:
-    """A model's buffers, and what all peers hold of them: the mean of the members of the last round, weighted as their
-    gradients; of a counter the whole number next to it.
+def shared_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Those of them that are shared where no run file says what the model is: not those with values that are not
+    finite."""
+    return (place for place in run_buffers(model) if _is_finite(getattr(place[1], place[2])))
+
+
+def buffer_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    """Those of `run_buffers`, by name."""
+    return {name: getattr(module, own).shape for name, module, own in run_buffers(model)}
+
+
+def initial_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of their values, by name, each (N,) float32 on the CPU. Call before anything has moved them."""
+    return {name: _flat(getattr(module, own)).clone() for name, module, own in run_buffers(model)}
+
+
+class HeldBuffers:
+    """What all peers hold of a model's buffers, at one that trains nothing and has no model: a monitor.
+
+    :param numel: values of all together
 
     `shared`: (N,) float32 on the CPU, all of them one after another; part of the state that a joiner takes.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self._places = list(shared_buffers(model))
-        self.shared = self._read()
+    def __init__(self, numel: int):
+        self.shared = torch.zeros(numel, **FLOAT32)
+
+    @classmethod
+    def of_run(cls, model: torch.nn.Module) -> HeldBuffers:
+        """:param model: the run's; shapes are enough"""
+        return cls(sum(shape.numel() for shape in buffer_shapes(model).values()))
+
+    def __len__(self) -> int:
+        """Values of all together."""
+        return self.shared.numel()
+
+    def send(self) -> torch.Tensor:
+        """(N,) what this peer gives into a round."""
+        return self.shared
+
+    def take(self, values: torch.Tensor) -> None:
+        """With a step: what all hold from now on."""
+        self.shared.copy_(values)
+
+    def arrive(self) -> None:
+        """Into the model, where there is one."""
+
+
+class SharedBuffers(HeldBuffers):
+    """A model's buffers, and what all peers hold of them: the mean of the members of the last round, weighted as their
+    gradients; of a counter the whole number next to it.
+
+    :param since: of a run from a file, `initial_buffers` of its model: what is shared is how far they have moved since.
+        The monitor has no base, and begins with zeros. None: what is shared is their values
+    """
+
+    # Overrides: arrive, send, take
+
+    def __init__(self, model: torch.nn.Module, since: Mapping[str, torch.Tensor] | None = None):
+        places = shared_buffers(model) if since is None else run_buffers(model)
+        self._places = [place for place in places if since is None or place[0] in since]
+        first = [torch.zeros(n, **FLOAT32) if since is None else since[p[0]] for p, n in self._with_sizes()]
+        self._first = torch.cat([torch.empty(0, **FLOAT32), *first])
+        self._stays = ~self._first.isfinite()  # masks of infinities, which nobody moves
+        self._first[self._stays] = 0.0
+        super().__init__(self._first.numel())
+        self.shared.copy_(torch.nan_to_num(self._read(), 0.0, 0.0, 0.0))
         self._sent = self._before = self._arrived = self.shared.clone()
         self._is_of_a_round = False  # what has not arrived yet
 
@@ -58,18 +118,13 @@ class SharedBuffers:
         """Name and shape of each, which must be equal on all peers."""
         return [(name, list(getattr(module, own).shape)) for name, module, own in self._places]
 
-    def __len__(self) -> int:
-        """Values of all together."""
-        return self.shared.numel()
-
     def send(self) -> torch.Tensor:
         """(N,) what the model's own are now."""
         self._sent = self._read()
         return self._sent
 
     def take(self, values: torch.Tensor) -> None:
-        """With a step: what all hold from now on."""
-        self.shared.copy_(values)
+        super().take(values)
         self._before, self._is_of_a_round = self._sent, True
 
     @torch.no_grad()
@@ -79,22 +134,38 @@ class SharedBuffers:
         member or a donor sent."""
         if torch.equal(self.shared, self._arrived):
             return
-        sizes = self._sizes()
-        parts = (tensor.split(sizes) for tensor in (self.shared, self._before, self._read()))
-        for (_, module, name), new, sent, now in zip(self._places, *parts, strict=True):
+        sizes = [size for _, size in self._with_sizes()]
+        tensors = (self.shared, self._before, self._read(), self._first, self._stays)
+        parts = (tensor.split(sizes) for tensor in tensors)
+        for (_, module, name), new, sent, now, first, stays in zip(self._places, *parts, strict=True):
             own = getattr(module, name)
             if not torch.allclose(new, sent, rtol=ROUNDING, atol=0.0):  # a constant stays what it is
-                moved = new + (now - sent) if not torch.equal(now, sent) and self._is_of_a_round else new
-                own.copy_(_fitting(moved.clamp(min=0.0) if name == VARIANCE else moved, own).view(own.shape))
+                moved = first + (new + (now - sent) if not torch.equal(now, sent) and self._is_of_a_round else new)
+                moved = torch.where(stays, _flat(own), moved.clamp(min=0.0) if name == VARIANCE else moved)
+                own.copy_(_fitting(moved, own).view(own.shape))
         self._arrived = self._before = self.shared.clone()
         self._is_of_a_round = False
 
-    def _sizes(self) -> list[int]:
-        return [getattr(module, name).numel() for _, module, name in self._places]
+    def _with_sizes(self) -> Iterator[tuple[tuple[str, torch.nn.Module, str], int]]:
+        return ((place, getattr(place[1], place[2]).numel()) for place in self._places)
 
     def _read(self) -> torch.Tensor:
-        read = [getattr(module, name).detach().reshape(-1).to(**FLOAT32) for _, module, name in self._places]
-        return torch.cat([torch.empty(0, **FLOAT32), *read])
+        read = [_flat(getattr(module, name)) for _, module, name in self._places]
+        moved = torch.cat([torch.empty(0, **FLOAT32), *read]) - self._first
+        moved[self._stays] = 0.0
+        return moved
+
+
+def put_buffers(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """How far a run's buffers have moved, by a checkpoint's `tensors`, into its model as it began."""
+    if BUFFERS in tensors:
+        buffers = SharedBuffers(model, initial_buffers(model))
+        buffers.take(tensors[BUFFERS])
+        buffers.arrive()
+
+
+def _flat(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().reshape(-1).to(**FLOAT32)
 
 
 def _is_finite(buffer: torch.Tensor) -> bool:
@@ -124,7 +195,7 @@ class BesideGradients:
     :param buffers: of the model, if they are shared
     """
 
-    def __init__(self, num_parameters: int, buffers: SharedBuffers | None = None):
+    def __init__(self, num_parameters: int, buffers: HeldBuffers | None = None):
         self._used, self._buffers = torch.zeros(num_parameters, dtype=torch.bool, device="cpu"), buffers
 
     def make_tensor(self) -> torch.Tensor:

@@ -140,7 +140,7 @@ class ChunkTransfer(SwarmAverager):
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
         """`metadata`: [epoch, seed] -> `metadata`: [what we held after our own step to it, or None; the epoch that we
-        are at; the sketch of our parameters with this seed].
+        are at; the sketch of our parameters with this seed, without buffers].
 
         A sketch is a few sums, and whoever knows its seed can make another model with the same ones. The seed of what
         is told in rounds is the epoch. So who doubts a state draws a seed after it has come, and asks for sketches with
@@ -175,7 +175,8 @@ class ChunkTransfer(SwarmAverager):
         try:
             await asyncio.sleep(max(0.0, due - now))
             async with self._one_sketch, enter_asynchronously(self.get_tensors()) as tensors:
-                return self._held_epoch.value, await asyncio.to_thread(fresh_sketch, tensors, seed)
+                bounded = tensors[: len(tensors) - len(self.extra_tensors)]  # by how far steps move them
+                return self._held_epoch.value, await asyncio.to_thread(fresh_sketch, bounded, seed)
         finally:
             self._sketching -= 1
 

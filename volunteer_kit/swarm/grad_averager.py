@@ -45,6 +45,7 @@ class SwarmGradientAverager(RoundsLogged, VerifiedAverager, GradientAverager):
     stale: int = 0  # of them, the first so many were computed on the model before the last step
     model_is_stale: bool = False  # that step is still on its way; the optimizer sets it
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
+    beside: BesideGradients | None = None  # what is averaged with the gradients, as their last tensor
     due: float = math.inf  # DHT time at which the epoch should end; the optimizer sets it
     told: Any = None  # what the group is told of our state; the optimizer sets it
     sought: int = 0  # members that were expected when we began to look for the group

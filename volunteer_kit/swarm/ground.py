@@ -80,17 +80,21 @@ class GroundedState(StateTransfer):
 
     # --- what we stand on ---
 
+    @property
+    def _own_parameters(self) -> list[torch.Tensor]:
+        """That the optimizer moves. Nothing bounds how far buffers move beside them; a joiner's go with its next round
+        or, if they are not the others', with the state that it takes then."""
+        return self.state_tensors()[: self.num_parameters - len(self.extra_tensors)]
+
     def _ground(self) -> Ground:
-        own = self.state_tensors()[: self.num_parameters]
-        epoch, parameters = self._kept_ground or (self._state_epoch, own)
+        epoch, parameters = self._kept_ground or (self._state_epoch, self._own_parameters)
         return Ground(epoch, parameters, self._is_veteran)
 
     def keep_ground(self) -> None:
         """Before parameters are taken whose statistics have not come: if they do not, it is the ground again. Else a
         row of donors that break off could each lead us a bit farther."""
         if self.trust is not None and self._kept_ground is None:
-            own = self.state_tensors()[: self.num_parameters]
-            self._kept_ground = (self._state_epoch, [tensor.clone() for tensor in own])
+            self._kept_ground = (self._state_epoch, [tensor.clone() for tensor in self._own_parameters])
 
     def ground_is_own(self, is_veteran: bool = True) -> None:
         """What we hold now is whole, and is what we stand on."""
@@ -144,7 +148,7 @@ class GroundedState(StateTransfer):
             "epoch": epoch,
             "ground": ground.epoch,
             "is_veteran": ground.is_veteran,
-            "moved": distances(ground.parameters, parameters),
+            "moved": distances(ground.parameters, parameters[: len(ground.parameters)]),
             "bounds": self._bounds(ground, epoch),
         }
         reason = reason_to_refuse_distance(Evidence(**measured))
@@ -156,7 +160,9 @@ class GroundedState(StateTransfer):
         reason = reason_to_refuse_state(Evidence(**measured))
         if reason is not None or not needs_more(ground.is_veteran, epoch - ground.epoch):
             return reason
-        return reason_to_refuse_state(Evidence(**measured, **self._losses(ground, parameters)))
+        return reason_to_refuse_state(
+            Evidence(**measured, **self._losses(ground, parameters[: len(ground.parameters)]))
+        )
 
     def _bounds(self, ground: Ground, epoch: int, astray: int = ASTRAY) -> Sequence[float] | None:
         """:param astray: epochs before the earlier one in which both may have taken steps of their own"""
@@ -211,7 +217,7 @@ class GroundedState(StateTransfer):
             is_new = testimony.told is None and testimony.now <= ground.epoch
             if account is not None and account != donors_account and not is_new:
                 said.setdefault(account, testimony)
-        contradicting = self._contradicting(parameters, epoch, seed, said)
+        contradicting = self._contradicting(parameters[: len(ground.parameters)], epoch, seed, said)
         against = {account for group in contradicting for account in group}
         near = [account for account, one in said.items() if one.fresh is not None and account not in against]
         close_by = [account for account in near if abs(said[account].now - epoch) <= MANIFEST_EVERY]

@@ -51,8 +51,9 @@ class SwarmOptions:
     :param alone_after: s of silence after which a peer that joined others takes them for gone, and goes on alone; None:
         never, for its own line may be dead, and what it does meanwhile is lost
     :param marks_unused: a parameter of which no member had a gradient is left alone, as a plain trainer does, and the
-        model's buffers are averaged: see beside.py. Costs a few bytes a round. Not with `verification` or `grad_rank`,
-        where such a parameter has a gradient of zeros
+        model's buffers are averaged: see beside.py. Costs a few bytes a round. Not with `verification`, which looks at
+        gradients that can be computed again: only runs of the kit's own model have it, which uses all its parameters
+        and has no such buffers
     :param refresh_period: s between looks at the others' progress, at least; at most they are half a matchmaking_time
     """
 
@@ -82,8 +83,8 @@ class SwarmOptions:
     metadata_expiration: float = 60.0
 
     def __post_init__(self):
-        if self.marks_unused and (self.verification is not None or self.grad_rank is not None):
-            raise ValueError("marks_unused cannot be had with verification or grad_rank")
+        if self.marks_unused and self.verification is not None:
+            raise ValueError("marks_unused cannot be had with verification")
 
     @property
     def seconds_of_verification(self) -> float:

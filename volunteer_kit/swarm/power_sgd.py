@@ -21,6 +21,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.compression import CompressionInfo
 from hivemind.utils.math import orthogonalize_
 
+from volunteer_kit.swarm.codec import BESIDE
 from volunteer_kit.swarm.codec_wire import FLOAT32
 from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
 from volunteer_kit.swarm.left_over import LeftOver
@@ -56,6 +57,8 @@ class PowerSGDAverager(SwarmGradientAverager):
     ):
         parameters = tuple(parameters)
         self._rank, self._matrices = rank, [matrix_of(p.shape, rank) for p in parameters]
+        if kwargs.get("beside") is not None:  # the last tensor goes as it is
+            self._matrices.append(None)
         self._feedback: LeftOver | None = None  # in the averager's process, as what follows
         self._qs: list[torch.Tensor] = []  # (columns, r) each: the last round's
         self._feedback_path = left_over_path
@@ -119,7 +122,10 @@ class PowerSGDAverager(SwarmGradientAverager):
         self.pace.mark = hashlib.blake2b(outcome.name, digest_size=MARK_SIZE).digest()
 
     async def _exchange_these(self, tensors: list[torch.Tensor], group_info: GroupInfo, **kwargs) -> None:
-        infos = tuple(CompressionInfo.from_tensor(tensor, key=place) for place, tensor in enumerate(tensors))
+        keys: list[int | str] = [*range(len(tensors))]
+        if self.beside is not None and "group_id" in kwargs:  # the last one of the second exchange
+            keys[-1] = BESIDE
+        infos = tuple(CompressionInfo.from_tensor(t, key=key) for t, key in zip(tensors, keys, strict=True))
         await super()._run_allreduce_inplace_(tensors, group_info, tensor_infos=infos, **kwargs)
 
     def _begin_with(self, group_info: GroupInfo) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from volunteer_kit.swarm.agreement import (
     sketch,
 )
 from volunteer_kit.swarm.averaged_state import AveragedState
-from volunteer_kit.swarm.beside import CameBeside, SharedBuffers
+from volunteer_kit.swarm.beside import CameBeside, HeldBuffers
 from volunteer_kit.swarm.checked_state import CheckedState
 from volunteer_kit.swarm.fork_context import FORK
 from volunteer_kit.swarm.last_shared import LastShared
@@ -74,7 +74,7 @@ class SwarmStateAverager(CheckedState, LastShared, Scheduled, AveragedState, Tra
     local_steps: LocalSteps | None = None  # the optimizer sets it, if the run takes any
     role = "The process that shares the training state"
 
-    def __init__(self, buffers: SharedBuffers | None = None, **kwargs):
+    def __init__(self, buffers: HeldBuffers | None = None, **kwargs):
         """:param buffers: of the model, which are part of the state; None: they are not"""
         self.buffers = buffers
         self.came_beside = CameBeside()  # the gradients that the next step is taken by

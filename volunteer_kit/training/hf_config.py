@@ -30,6 +30,8 @@ from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import PeerConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from volunteer_kit.swarm.admission import Admission
     from volunteer_kit.swarm.optimizer import SwarmOptimizer
     from volunteer_kit.swarm.peer import Peer
@@ -97,6 +99,7 @@ class HivemindConfig:
     longest: int | None = None  # words of a full sample; None: what the model can read
     reduce: Reduce = weighted_mean  # the rule by which members' parts become one
     door: Door | None = None  # of a run from a file; options.run_key is the run's then
+    initial_buffers: Mapping[str, torch.Tensor] | None = None  # of such a run's model: beside.initial_buffers
     words: tuple[str, ...] = ()
 
 

@@ -72,7 +72,7 @@ class Member:
         held = {id(parameter): place for place, parameter in enumerate(parameters_of(shown))}
         self.clip = Clip(max_grad_norm, [held[one] for one in names if one in held])
         door, options = config.door, config.options
-        self._buffers = SharedBuffers(model)
+        self._buffers = SharedBuffers(model, config.initial_buffers)
         self.fingerprint = door.fingerprint if door is not None else fingerprint_of(
             model, shown, options, schedule=schedule, max_steps=max_steps, max_grad_norm=max_grad_norm,
             buffers=self._buffers.shapes,
