@@ -7,7 +7,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
 from benchmarks.trainer_parts.material import Sentences, pad
-from tests.trainers import callback_of, make
+from tests.trainers import At, callback_of, make
 from volunteer_kit.training.hf_examples import examples_in
 from volunteer_kit.training.hf_trainer import SwarmCallback
 
@@ -115,3 +115,48 @@ def test_rows_longer_than_the_model_says_it_reads_weigh_as_full_ones(tmp_path):
 
 def callback_longest(trainer) -> int:
     return trainer.model.config.max_position_embeddings
+
+
+class Repeating(torch.utils.data.Sampler):
+    """As TRL's of trainers that generate: prompts that fill no batch of this peer's are left out."""
+
+    def __init__(self, prompts: int, each: int, batch: int, repeats: int):
+        self.num_samples, self.mini_repeat_count, self.batch_size, self.repeat_count = prompts, each, batch, repeats
+
+    def __iter__(self):
+        for first in range(0, self.num_samples - self.batch_size + 1, self.batch_size):
+            for _ in range(self.repeat_count):
+                for prompt in range(first, first + self.batch_size):
+                    yield from [prompt] * self.mini_repeat_count
+
+    def __len__(self):
+        return self.num_samples // self.batch_size * self.batch_size * self.mini_repeat_count * self.repeat_count
+
+
+class Drawing(OfRows):
+    """One that generates, two completions of each prompt."""
+
+    _buffered_inputs = None
+
+    def get_train_dataloader(self):
+        own = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        sampler = Repeating(len(self.train_dataset), 2, own // 2, self.args.gradient_accumulation_steps)
+        loader = torch.utils.data.DataLoader(self.train_dataset, own, sampler=sampler, collate_fn=rows_as_they_are)
+        return self.accelerator.prepare(loader)
+
+
+def test_peers_of_any_batch_that_generate_take_as_many_steps_in_a_pass(tmp_path):
+    """17 prompts, of which batches of 2, 4, 8 and 16 completions leave out 0, 1, 1 and 1: a schedule's end would differ
+    from peer to peer, and with it the fingerprint. A plain Trainer of 16 takes two steps."""
+    steps, fingerprints = [], set()
+    for number, (batch, accumulation) in enumerate([(2, 1), (4, 1), (2, 4), (16, 1)]):
+        more = dict(data_collator=rows_as_they_are, train_dataset=Sentences(range(17)))
+        trainer = make(
+            tmp_path / str(number), 16, more=more, kind=Drawing, remove_unused_columns=False, num_train_epochs=1,
+            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        begun = At(1, lambda control, trainer=trainer: fingerprints.add(callback_of(trainer).member.fingerprint))
+        trainer.add_callback(begun)
+        trainer.train()
+        steps.append(trainer.state.global_step)
+    assert steps == [2, 2, 2, 2] and len(fingerprints) == 1

@@ -140,6 +140,35 @@ def test_other_settings_under_the_same_run_id_are_told_and_not_averaged(pair):
         other.wait_event("met")
 
 
+GENERATING = """
+import trl
+from benchmarks.trainer_matrix_parts import material
+config = {"dht": {}, "opt": {"run_id": "ours", "target_batch_size": 16, "matchmaking_time": 3.0}}
+tokens = material.tokenizer()
+tokens.padding_side = "left"
+trainer = trl.GRPOTrainer(
+    model=material.stored(), train_dataset=material.prompts(range(33)), processing_class=tokens,
+    reward_funcs=lambda completions, **_: [float(len(set(one.split()))) for one in completions],
+    args=trl.GRPOConfig(
+        "out", per_device_train_batch_size=2 if "initial_peers" in config["dht"] else 4, num_generations=2,
+        max_completion_length=4, num_train_epochs=1, learning_rate=1e-3, logging_steps=1, save_strategy="no",
+        report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+    ),
+)
+from volunteer_kit import SwarmCallback
+trainer.add_callback(SwarmCallback(trainer, config))
+trainer.train()
+"""
+
+
+def test_peers_of_other_batches_that_generate_average_with_each_other(pair):
+    """Of 33 prompts a batch of 4 completions leaves one out, one of 2 none: a pass was 4 steps for one of them and 5
+    for the other, so that their schedules and their fingerprints differed."""
+    pytest.importorskip("trl")
+    one, other = pair.train(GENERATING)
+    assert one.logged("step")[-1] == other.logged("step")[-1] == 4
+
+
 def test_who_came_at_the_same_moment_with_other_settings_is_told_once(capsys):
     """Neither was on the board when the other looked."""
     member = object.__new__(Member)

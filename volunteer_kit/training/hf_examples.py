@@ -86,10 +86,21 @@ class ExampleCounter:
         dataset = getattr(self._base, "dataset", None)
         batch_size = getattr(getattr(self._base, "batch_sampler", None), "batch_size", None)
         if self._generates and batch_size and hasattr(dataset, "__len__"):
-            return len(self._dataloader) * (batch_size // self._slices)  # a prompt is drawn several times
+            return len(self._dataloader) * (batch_size // self._slices)  # a row may be drawn several times
         if PACKED in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "__len__"):
             return sum(max(1, len(lengths)) for lengths in dataset.with_format(None)[PACKED])
         return self._trainer.num_examples(self._dataloader)
+
+    def steps_of_generating(self, target: int) -> int | None:
+        """Steps of `target` examples each in a pass of a Trainer that draws each prompt several times; None: it does
+        not. The loader leaves out prompts that fill no batch of this peer's, so that its length goes by that batch:
+        counted as with a batch of the whole step, it is the same for all."""
+        sampler = getattr(getattr(self._base, "batch_sampler", None), "sampler", None)
+        prompts, each = getattr(sampler, "num_samples", None), getattr(sampler, "mini_repeat_count", None)
+        if not self._generates or prompts is None or each is None:
+            return None
+        times = max(1, getattr(sampler, "repeat_count", 1) // self._slices)  # that what was generated is learnt from
+        return max(1, prompts * each // target) * times
 
     @property
     def _generates(self) -> bool:

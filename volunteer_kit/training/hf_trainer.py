@@ -178,11 +178,16 @@ class SwarmCallback(TrainerCallback):
         return sys.maxsize, self._data.steps, *values, max_steps
 
     def _steps_of_a_pass(self, args: TrainingArguments, dataloader: Any, own_steps: int) -> int:
-        """Of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size."""
+        """Of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size, which is the same for
+        all, whatever their batches."""
         size, target = self.trainer._train_batch_size, self.config.options.target_batch_size
+        is_whole = size * args.gradient_accumulation_steps == target
+        generated = self._examples.steps_of_generating(target)
+        if generated is not None:
+            return own_steps if is_whole else generated
         rows, examples = self.trainer.num_examples(dataloader), self._examples.of_a_pass()
-        if examples == rows and args.dataloader_drop_last:  # the same for all, whatever their batches
-            return own_steps if size * args.gradient_accumulation_steps == target else max(1, rows // target)
+        if examples == rows and args.dataloader_drop_last:
+            return own_steps if is_whole else max(1, rows // target)
         return math.ceil(examples / target)
 
     def _leave_out_what_is_frozen(self) -> None:
