@@ -10,11 +10,24 @@ from tests import swarm_peer
 from tests.peer_questions import Questions
 
 OFFSET = multiprocessing.RawValue("d", 0.0)  # s that it is ahead of the machine's
-_real = time.time
+ASLEEP = multiprocessing.RawValue("d", 0.0)  # s that the machine has slept, in which time.monotonic() stood still
+_real, _real_gettime = time.time, time.clock_gettime
 
 
 def wall() -> float:
-    return _real() + OFFSET.value
+    return _real() + OFFSET.value + ASLEEP.value
+
+
+def gettime(clock: int) -> float:
+    return _real_gettime(clock) + (ASLEEP.value if clock == time.CLOCK_BOOTTIME else 0.0)
+
+
+def take_clocks() -> None:
+    """This process, and those that it forks, go by these clocks from now on."""
+    time.time, time.clock_gettime = wall, gettime
+    for module in list(sys.modules.values()):  # those that have taken hivemind's clock by name, which is time.time
+        if vars(module).get("get_dht_time") is _real:
+            module.get_dht_time = wall
 
 
 def set_clock(self: Questions, seconds: float) -> dict:
@@ -24,10 +37,7 @@ def set_clock(self: Questions, seconds: float) -> dict:
 
 
 def main() -> None:
-    time.time = wall
-    for module in list(sys.modules.values()):  # those that have taken hivemind's clock by name, which is time.time
-        if vars(module).get("get_dht_time") is _real:
-            module.get_dht_time = wall
+    take_clocks()
     Questions.set_clock = set_clock
     swarm_peer.main()
 

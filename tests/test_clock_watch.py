@@ -11,7 +11,7 @@ import pytest
 from tests.local_swarm import local_swarm
 from volunteer_kit.doctor.steady_clock import steady_clock, verdict
 from volunteer_kit.swarm.clock_watch import SET_CLOCK, ClockWatch, in_words
-from volunteer_kit.swarm.reach import NOBODY, Look, Reach
+from volunteer_kit.swarm.reach import NOBODY, Look, Reach, why_anew
 from volunteer_kit.swarm.same_key import Instance, Sharing, judge
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -154,6 +154,49 @@ def test_a_cause_of_ones_own_is_told_before_the_line_and_nothing_is_stepped(
         assert reach.waits_for_itself is (happens in ("jump", "token") and words is not None)
     finally:
         reach.close()
+
+
+@pytest.mark.parametrize(
+    ("happens", "seconds", "why"),
+    [
+        ("jump", 90.0, ""),  # it is wrong still
+        ("jump and back", 90.0, "is right again"),
+        ("sleep", 90.0, ""),  # the others are called anew
+        ("", 90.0, ""),
+    ],
+)
+def test_who_leaves_and_comes_back_is_told_why(clocks, monkeypatch, happens, seconds, why):
+    for period in ("PERIOD", "PERIOD_SILENT"):
+        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
+    reach = Reach(NoDht([ADDRESS], Look(answered=True, offset=0.0)), clock=clocks.watch())
+    try:
+        assert reach.why_anew == "" and reach.woke is None
+        if "jump" in happens:
+            clocks.wall += HOUR
+        elif happens == "sleep":
+            clocks.sleep(HOUR)
+        assert reach.why_anew == "" and ("slept for 1 h" in (reach.woke or "")) is (happens == "sleep")
+        clocks.go(seconds)
+        if "back" in happens:
+            clocks.wall -= HOUR
+        reach._look(not_before=time.monotonic())
+        assert (why in reach.why_anew) if why else reach.why_anew == ""
+    finally:
+        reach.close()
+
+
+@pytest.mark.parametrize(
+    ("cut_off", "seconds", "waits", "afresh", "why"),
+    [
+        (None, 0.0, False, "", ""),
+        (NOBODY, 60.0, False, "", ""),
+        (NOBODY, 200.0, False, "", NOBODY),  # the line has been dead for long
+        ("the clock", 200.0, True, "", ""),  # a new start mends neither a wrong clock nor a lack of a token
+        (None, 0.0, False, "it is right again", "it is right again"),
+    ],
+)
+def test_a_peer_begins_anew_only_where_that_mends_something(cut_off, seconds, waits, afresh, why):
+    assert why_anew(cut_off, seconds, waits, afresh) == why
 
 
 def test_after_a_sleep_an_answer_from_before_is_not_believed(clocks, monkeypatch):

@@ -13,16 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from tests.fine_tunes import TalkingPeer, on_loopback
+from volunteer_kit.swarm.reach import NOBODY
 
+PEER = "benchmarks.trainer_parts.peer"
 LEARNING = {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 5}
+ANEW = "This machine's clock was wrong and is right again."
 MEETING = {"run_id": "three", "matchmaking_time": 2.0, "averaging_timeout": 20.0}
 
 
 class Trainers:
-    """Processes of benchmarks/trainer_parts/peer.py, the others invited by the first."""
+    """Processes of benchmarks/trainer_parts/peer.py, or of another such module, the others invited by the first."""
 
-    def __init__(self, folder: Path, target: int, options: dict | None = None, **arguments):
-        self._folder, self.peers = folder, []
+    def __init__(self, folder: Path, target: int, options: dict | None = None, module: str = PEER, **arguments):
+        self._folder, self.peers, self._module = folder, [], module
         self._settings = {
             "arguments": {**LEARNING, **arguments},
             "opt": {**MEETING, "target_batch_size": target},
@@ -31,7 +34,7 @@ class Trainers:
 
     def load(self) -> TalkingPeer:
         """A process that has not begun yet."""
-        peer = TalkingPeer(self._folder / f"{len(self.peers)}.log", module="benchmarks.trainer_parts.peer")
+        peer = TalkingPeer(self._folder / f"{len(self.peers)}.log", module=self._module)
         self.peers.append(peer)
         return peer
 
@@ -128,3 +131,34 @@ def test_who_joined_somebody_that_is_gone_goes_on_alone(tmp_path):
         assert "Nobody in the swarm answers" in joined.said
         assert "After 12 s of silence this one goes on alone." in joined.said
         assert "known to be gone" in joined.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("number", "jump", "words"),
+    [(0, 3600.0, "jumped forward by 1 h"), (1, -3600.0, "jumped back by 1 h")],
+    ids=["who began", "who joined"],
+)
+def test_whose_clock_jumps_or_machine_sleeps_says_so_and_comes_back_by_itself(tmp_path, number, jump, words):
+    """It steps nothing meanwhile. The others find it where it was, and nobody starts anything by hand."""
+    how = {"options": {"metadata_expiration": 10.0}, "module": "tests.clocked_trainer", "max_steps": 10**6}
+    with trainers(tmp_path, 32, **how) as swarm:
+        peers = swarm.all_begin(2)
+        lost, other = peers[number], peers[1 - number]
+        step_of(lost, after=3, group_size=2)
+        lost.order(json.dumps({"clock": jump}))
+        lost.wait_for(lambda e: words in e.get("text", ""))
+        before = last_step(lost)
+        alone = step_of(other, after=before + 3, group_size=1)["epoch"]
+        assert last_step(lost) <= before + 1, "it stepped apart"
+        lost.order(json.dumps({"clock": 0.0}))
+        lost.wait_for(lambda e: e.get("text", "").startswith(ANEW))
+        met = step_of(lost, after=alone, group_size=2)["epoch"]
+        step_of(other, after=met, group_size=2)
+        for peer in peers:  # both do, or the true time would be an hour later for one of them
+            peer.order(json.dumps({"sleep": 3600.0}))
+        for peer in peers:
+            peer.wait_for(lambda e: "slept for 1 h" in e.get("text", ""))
+        step_of(lost, after=last_step(lost) + 1, group_size=2)
+        assert NOBODY not in lost.said

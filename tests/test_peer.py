@@ -16,6 +16,7 @@ import psutil
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 
+from volunteer_kit.addressing import LISTEN
 from volunteer_kit.swarm.dial_back import whom_to_ask
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.peer import (
@@ -23,6 +24,7 @@ from volunteer_kit.swarm.peer import (
     decide_client_mode,
     explain_startup_failure,
     free_port,
+    once_more,
     raise_file_limit,
     start_peer,
 )
@@ -520,3 +522,16 @@ def test_shared_memory_that_runs_out_later_is_named(error, is_full):
     found = explain_full(error)
     assert (found is not None) == is_full
     assert found is None or (found.kind == "shared_memory" and "--shm-size=" in str(found))
+
+
+def test_a_peer_that_comes_back_listens_where_others_dial_it():
+    config = PeerConfig(host_maddrs=[*LISTEN, "/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/0.0.0.0/tcp/77"], initial_peers=["A"])
+    was = ["/ip4/10.0.0.1/tcp/4001/p2p/QmA", "/ip4/10.0.0.1/udp/4002/quic-v1/p2p/QmA", "/ip6/::1/tcp/4003/p2p/QmA"]
+    again = once_more(config, was, ["B", "A"])
+    assert sorted(again.host_maddrs) == [
+        "/ip4/0.0.0.0/tcp/4001", "/ip4/0.0.0.0/tcp/77", "/ip4/0.0.0.0/udp/4002/quic-v1", "/ip6/::/tcp/4003",
+    ]  # fmt: skip
+    assert again.initial_peers == ["A", "B"]
+    assert once_more(config, [], []).host_maddrs == config.host_maddrs, "a client listens nowhere"
+    routed = replace(config, announce_maddrs=["/ip4/203.0.113.5/tcp/9"])
+    assert once_more(routed, ["/ip4/203.0.113.5/tcp/9/p2p/QmA"], []).host_maddrs == config.host_maddrs

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from volunteer_kit.swarm.reach import why_anew
 from volunteer_kit.swarm.same_key import KeyWatch, Sharing
 
 if TYPE_CHECKING:
     from volunteer_kit.session import Session
 
 LOOK_EVERY = 2.0  # s
-GIVE_UP_AFTER = 180.0  # s without anybody
 VAIN = 4  # times in a row without a state; a donor may be busy, or in the middle of its step
 SWARM_EVERY = 15.0  # s between looks at the others' records, as often as they write them
 MEMORY_EVERY = 30.0  # s; adding it up takes a tenth of a second
@@ -101,9 +101,8 @@ class Lookout:
         emit, optimizer = self._session.emit, self._session.optimizer
         reason, before, reach = optimizer.cut_off, self._cut_off, optimizer.reach
         if self._session.trainer is not None and not self.must_dial_anew:
-            is_long = optimizer.cut_off_for > GIVE_UP_AFTER and not reach.waits_for_itself
-            self.why_anew = reach.why_afresh or ((reason or "") if is_long else "")
-            self.must_dial_anew = bool(reach.why_afresh) or is_long
+            self.why_anew = why_anew(reason, optimizer.cut_off_for, reach.waits_for_itself, reach.why_afresh)
+            self.must_dial_anew = bool(self.why_anew)
         self._cut_off = reason
         if reason and (not before or _kind(reason) != _kind(before)):
             emit("cut_off", reason=reason)

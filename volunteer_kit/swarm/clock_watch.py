@@ -101,7 +101,7 @@ class ClockWatch:
             return
         if self._is_confirmed or self._awake() - self._wrong_since > LONG:
             self.why_afresh = (
-                "This machine's clock was wrong and is right again. The worker begins afresh: it had dated its "
+                "This machine's clock was wrong and is right again. This peer begins afresh: it had dated its "
                 "records wrongly."
             )
         self._wrong_since, self._is_confirmed = None, False

@@ -7,7 +7,7 @@ import os
 import resource
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,22 @@ def start_peer(config: PeerConfig, admission: Admission | None = None) -> Peer:
             scratch.cleanup()
         raise
     return Peer(dht, client_mode, why, admission, scratch)
+
+
+def once_more(config: PeerConfig, maddrs: Sequence[str], known: Sequence[str]) -> PeerConfig:
+    """For the same peer when it comes back: others dial it where it was.
+
+    :param maddrs: its visible addresses when it was there last; `known`: of others that it met
+    """
+    ports = {tuple(parts[i] for i in (1, 3)): parts[4] for parts in (m.split("/") for m in maddrs) if len(parts) > 4}
+    listen = []
+    for maddr in config.host_maddrs:
+        parts = maddr.split("/")
+        if len(parts) > 4 and parts[4] == "0" and not config.announce_maddrs:  # announced may be a router's ports
+            parts[4] = ports.get((parts[1], parts[3]), "0")
+        listen.append("/".join(parts))
+    first = list(dict.fromkeys([*config.initial_peers, *known]))
+    return replace(config, host_maddrs=listen, initial_peers=first, check_identity=False)  # it was ours a moment ago
 
 
 def _use_identity(identity_path: str) -> None:

@@ -40,6 +40,7 @@ DIALLED_AT_ONCE = 8  # addresses
 PINGED_AT_ONCE = 16  # peers that are connected, when the DHT knows none of them
 MAX_KNOWN = 50  # addresses that are remembered
 MAX_ADDRESS = 300  # characters
+GIVE_UP_AFTER = 180.0  # s without anybody
 NOBODY = "Nobody in the swarm answers, neither its first peers nor any other: is this machine online?"
 
 
@@ -122,6 +123,17 @@ class Reach:
         return self._clock.why_afresh if self._met else ""
 
     @property
+    def woke(self) -> str | None:
+        """That this machine has slept, in words, for a minute after it; None otherwise."""
+        self._clock.look()
+        return self._clock.woke if self._met else None
+
+    @property
+    def why_anew(self) -> str:
+        """Why this peer should leave the swarm and come back, in words; "" where that would mend nothing."""
+        return why_anew(self.cut_off, self.cut_off_for, self.waits_for_itself, self.why_afresh)
+
+    @property
     def _wrong_clock(self) -> str | None:
         """In words; whoever has met nobody needs no right clock."""
         return self._clock.look() if self._met else None
@@ -201,6 +213,17 @@ class Reach:
         known = {address: None for address in self._known if address not in found.known}
         known.update(dict.fromkeys(found.known))
         self._known = dict.fromkeys(list(known)[-MAX_KNOWN:])
+
+
+def why_anew(cut_off: str | None, seconds: float, waits_for_itself: bool, why_afresh: str) -> str:
+    """Why a new start would mend what parts a peer from its swarm, in words; "" if it would not.
+
+    :param cut_off: as Reach has it; `seconds`: cut_off_for; `waits_for_itself`, `why_afresh` as well
+    """
+    if why_afresh:
+        return why_afresh
+    is_long = seconds > GIVE_UP_AFTER and not waits_for_itself
+    return (cut_off or "Nobody in the swarm has answered for minutes.") if is_long else ""
 
 
 # --- in the DHT's process ---

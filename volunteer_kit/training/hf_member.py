@@ -21,7 +21,7 @@ from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts, nobody_can_be_called
 from volunteer_kit.swarm.kits import kit_words
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
-from volunteer_kit.swarm.peer import Peer, start_peer
+from volunteer_kit.swarm.peer import Peer, once_more, start_peer
 from volunteer_kit.swarm.reach import is_private
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
 from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
@@ -86,7 +86,7 @@ class Member:
         self.swarm_loss: float | None = None
         self._cut_off: str | None = None
         self._num_uncallable = 0  # others, as last told: neither they nor we can be called
-        self._told_of_mismatch = self._told_of_turns = False
+        self._told_of_mismatch = self._told_of_turns = self._told_of_sleep = False
         self._told_of_refused: set[str] = set()
         self._loudness: int | None = None  # of hivemind's log, before us
         self._closing, self._news = threading.Event(), threading.Event()
@@ -216,12 +216,28 @@ class Member:
         averager.scheduler = Schedule(self._scheduler, averager.optimizer, self._epoch)
         averager._update_scheduler()
 
+    def go_on_from(self, before: Member) -> None:
+        """What it has given, as the same peer when it was here last."""
+        self.samples, self.rounds, self.loss, self.last = before.samples, before.rounds, before.loss, before.last
+
     # --- being here ---
 
     @property
     def why_broken(self) -> str | None:
         """Which of this peer's processes has died, and how; it takes no more part in the swarm."""
         return self.peer.processes.why_broken if self.peer is not None else None
+
+    @property
+    def why_anew(self) -> str:
+        """Why this peer should leave and come back, in words; "" where that would mend nothing."""
+        return self.swarm.reach.why_anew
+
+    @property
+    def config_once_more(self) -> HivemindConfig:
+        """For the same peer when it comes back, to those whom it has met."""
+        maddrs = [] if self.peer.client_mode else [str(maddr) for maddr in self.peer.dht.get_visible_maddrs()]
+        again = once_more(self.config.peer, maddrs, self.swarm.reach.known_peers())
+        return replace(self.config, peer=again, wait_for_peers=1, words=())
 
     @property
     def why_sent_away(self) -> str | None:
@@ -278,6 +294,10 @@ class Member:
                 "1. Set target_batch_size to as much as all peers' batches together or more, the same on all peers.\n"
                 "2. Or lower per_device_train_batch_size or gradient_accumulation_steps on all."
             )
+        woke = self.swarm.reach.woke
+        if woke and not self._told_of_sleep:
+            say(woke)
+        self._told_of_sleep = woke is not None
         cut_off, before = self.swarm.cut_off, self._cut_off
         self._cut_off = cut_off
         if _kind(cut_off) != _kind(before):
@@ -299,8 +319,9 @@ class Member:
     def _keep_record(self) -> None:
         while not self._closing.is_set():
             with suppress(Exception):  # a busy DHT; the next time comes
-                self.board.publish(self._record(self.config.name))
-                self._trainers.publish(self._record(self.config.run_id[:64]))
+                if not self.swarm.reach.waits_for_itself:  # what a wrong clock dates stands as long as it is ahead
+                    self.board.publish(self._record(self.config.name))
+                    self._trainers.publish(self._record(self.config.run_id[:64]))
                 self._look_at(self._others(self.board))
             self._news.wait(RECORD_EVERY)
             self._news.clear()

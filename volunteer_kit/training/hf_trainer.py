@@ -12,11 +12,15 @@ target_batch_size samples each; `num_train_epochs` passes of all peers together 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +46,8 @@ from volunteer_kit.training.hf_gpu import see_one_gpu, use_one_gpu
 from volunteer_kit.training.hf_member import Member
 
 DATA_ORDERS = 2**20  # different ones for those who join
+TRY_AGAIN = 10.0  # s between attempts to come back into a swarm
+PASSING = ("dead_peers", "startup", "port_taken", "identity_taken", "clock")  # why one may fail, and the next may not
 
 
 @dataclass
@@ -99,6 +105,8 @@ class SwarmCallback(TrainerCallback):
         self._data: OwnData | None = None
         self._examples: ExampleCounter | None = None
         self._held: list[list[torch.Tensor]] | None = None  # by an optimizer, with what is frozen
+        self._before: Member | None = None  # that this peer was, while it comes back
+        self._scratch: tempfile.TemporaryDirectory | None = None  # of an identity that nobody has named
         self._saved: dict[str, Any] = {}  # the Trainer's state in the checkpoint that we go on from
         _wrap(trainer, "train", self._train)
         _wrap(trainer, "get_batch_samples", self._count)
@@ -122,6 +130,9 @@ class SwarmCallback(TrainerCallback):
             raise
         finally:
             self._leave()
+            if self._scratch is not None:
+                self._scratch.cleanup()
+                self._scratch = None
             if self._held is not None:
                 for group, held in zip(self.trainer.optimizer.param_groups, self._held, strict=True):
                     group["params"] = held
@@ -203,15 +214,39 @@ class SwarmCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **_):
         self._refuse_a_batch_of_more_than_a_step(args)
-        trainer = self.trainer
-        wrapped = trainer.optimizer
-        shown = wrapped.optimizer if isinstance(wrapped, AcceleratedOptimizer) else wrapped
+        self._enter(self._with_identity(self.config), args, state, model, train_dataloader, self.trainer.optimizer)
+        self._last_step = self._joined_at = state.global_step = self.member.epoch
+        self._steps = self._samples = 0
+        self._logged = 0, 0.0
+        if self.config.peer.initial_peers:
+            self._read_in_another_order(train_dataloader, args.seed)
+
+    def _with_identity(self, config: HivemindConfig) -> HivemindConfig:
+        """A peer that comes back is the one that was there, under an address that others have."""
+        if config.peer.identity_path is not None:
+            return config
+        self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="volunteer-kit-")
+        identity = os.path.join(self._scratch.name, "identity.key")
+        return replace(config, peer=replace(config.peer, identity_path=identity))
+
+    def _enter(
+        self, config: HivemindConfig, args: TrainingArguments, state: Any, model: Any, dataloader: Any, wrapped: Any
+    ) -> None:
+        """Become a member, in the place of the Trainer's optimizer.
+
+        :param wrapped: what accelerate has in that place
+        """
+        trainer, before = self.trainer, self._before
+        shown = trainer.optimizer
+        shown = shown.optimizer if isinstance(shown, AcceleratedOptimizer) else shown
         member = Member(
-            self.config, model, shown, trainer.lr_scheduler, lambda: self._at_hand,
+            config, model, shown, trainer.lr_scheduler, lambda: self._at_hand,
             max_grad_norm=args.max_grad_norm, max_steps=state.max_steps, epoch=state.global_step,
             schedule=_word(args.lr_scheduler_type), on_report=self.on_report,
-            ends_pass=lambda: has_length(train_dataloader) and trainer.accelerator.gradient_state.end_of_dataloader,
+            ends_pass=lambda: has_length(dataloader) and trainer.accelerator.gradient_state.end_of_dataloader,
         )  # fmt: skip
+        if before is not None:
+            member.go_on_from(before)
         member.start()
         self.member = member
         ours = AcceleratedOptimizer(member.step, device_placement=False, scaler=trainer.accelerator.scaler)
@@ -221,11 +256,30 @@ class SwarmCallback(TrainerCallback):
         self._clip = trainer.accelerator.clip_grad_norm_
         trainer.accelerator.clip_grad_norm_ = lambda *_, **__: member.clip.norm  # the swarm's gradient is clipped
         member.step.await_turn(trainer._train_batch_size * args.gradient_accumulation_steps)
-        self._last_step = self._joined_at = state.global_step = self.member.epoch
-        self._steps = self._samples = 0
-        self._logged = 0, 0.0
-        if self.config.peer.initial_peers:
-            self._read_in_another_order(train_dataloader, args.seed)
+
+    def _come_back(self, why: str, args: TrainingArguments, state: Any, model: Any, dataloader: Any) -> None:
+        """Leave the swarm and enter it anew, in the middle of the training; as often as it takes. What this peer had
+        accumulated of a step is lost."""
+        output.say(f"{why} This peer meets the others anew.")
+        self.member.finish_updates()
+        self.member.take_reports()
+        state.global_step = self.member.epoch
+        again, wrapped, self._before = self.member.config_once_more, self.trainer.optimizer, self.member
+        configs = [again]
+        if not self.config.peer.initial_peers:  # they may be gone, or call us again
+            configs.append(replace(again, peer=replace(again.peer, initial_peers=[])))
+        configs.append(replace(again, peer=replace(again.peer, host_maddrs=self.config.peer.host_maddrs)))
+        self._leave()
+        for config in itertools.cycle(configs):
+            try:
+                self._enter(config, args, state, model, dataloader, wrapped)
+                break
+            except SwarmError as error:
+                if error.kind not in PASSING:
+                    raise
+                output.say(f"{str(error).splitlines()[0]} It is tried again in {TRY_AGAIN:.0f} s.")
+                time.sleep(TRY_AGAIN)
+        self._before = None
 
     def _refuse_a_batch_of_more_than_a_step(self, args: TrainingArguments) -> None:
         size = self.trainer._train_batch_size  # with auto_find_batch_size it is not that of the arguments
@@ -254,7 +308,7 @@ class SwarmCallback(TrainerCallback):
         state.global_step = self.member.epoch - 1  # the Trainer adds one
         self.trainer.optimizer._is_overflow = True  # the schedule goes by the swarm's steps, and is not the Trainer's
 
-    def on_step_end(self, args, state, control, **_):
+    def on_step_end(self, args, state, control, model=None, train_dataloader=None, **_):
         self.member.peer.processes.raise_if_broken()
         before, now = self._last_step, state.global_step
         self._last_step = now
@@ -271,6 +325,8 @@ class SwarmCallback(TrainerCallback):
         if self.member.why_sent_away is not None:
             output.say(self.member.why_sent_away)
             control.should_training_stop = True
+        elif not control.should_training_stop and (why := self.member.why_anew):
+            self._come_back(why, args, state, model, train_dataloader)
 
     def on_epoch_end(self, args, state, control, **_):
         if control.should_training_stop:
