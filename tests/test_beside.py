@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.allreduce_group import average, make_group
+from volunteer_kit.robust.rules import rule
 from volunteer_kit.swarm.beside import (
     BUFFERS,
     BesideGradients,
@@ -161,6 +162,21 @@ def test_local_steps_leave_alone_what_had_no_gradient():
         steps.add([torch.ones(2), torch.zeros(2)], samples, [samples == 2, False])
     assert steps.taken == 1
     assert not torch.equal(own[0], torch.ones(2)) and torch.equal(own[1], torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["mean", "centered_clip", "median", "trimmed_mean", "krum"])
+def test_a_run_may_have_any_rule(name):
+    """What nobody used is told by all of them; what all used as well. A peer without samples counts for nothing."""
+    used, tensors, beside = [[False, True], [False, True], [False, True], [False, False]], [], []
+    for place, each in enumerate(used):
+        model = Model()
+        model.norm.running_mean.fill_(3.0 if each[1] else 99.0)
+        beside.append(BesideGradients(2, SharedBuffers(model)))
+        beside[place].note(each)
+        tensors.append(beside[place].make_tensor())
+        beside[place].fill(tensors[place])
+    came = beside[0].read(rule(name)(tensors, [1.0, 2.0, 1.0, 0.0]).view_as(tensors[0]))
+    assert came.unused == (True, False) and torch.equal(came.buffers[2:5], torch.full((3,), 3.0))
 
 
 class Gate(torch.nn.Module):

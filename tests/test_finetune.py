@@ -17,6 +17,7 @@ from tests.monitored import SMALLER, monitored
 from volunteer_kit.checkpoint import load_checkpoint
 from volunteer_kit.dashboard.page import render
 from volunteer_kit.dashboard.state import empty_state, run_info
+from volunteer_kit.fetch import fetch_checkpoint
 from volunteer_kit.finetune import TrainingArguments, _of_run, swarm_trainer
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings
@@ -43,7 +44,7 @@ from volunteer_kit.runs import (
     with_data,
 )
 from volunteer_kit.session.options import swarm_options
-from volunteer_kit.swarm.beside import put_buffers
+from volunteer_kit.swarm.beside import BUFFERS, buffer_shapes, put_buffers
 from volunteer_kit.ways_in import Offer
 
 TINY = {
@@ -274,6 +275,11 @@ def test_two_members_an_authority_and_a_monitor(tmp_path):
         assert json.loads((tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] > 0
 
 
+def names_of(run: FineTuneConfig) -> list[str]:
+    model = build_model(run)
+    return [*(name for name, _ in model.named_parameters()), *([BUFFERS] if buffer_shapes(model) else [])]
+
+
 UNUSED = {  # its cross-attention has nothing to attend to
     "model_type": "gpt2", "vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2,
     "add_cross_attention": True,
@@ -299,13 +305,15 @@ def test_members_of_a_run_leave_alone_what_none_used_and_average_buffers(tmp_pat
     no_pictures = dict.fromkeys(("image_tokenizer", "text_tokenizer", "data", "captions"))
     about = {**no_pictures, "run_id": "demo", "target_batch_size": 64, "model": {"config": config, "max_length": 48}}
     about["optimizer"] = {"lr": 0.02, "warmup_epochs": 2, "total_epochs": 400, "weight_decay": 0.1}
-    with monitored(tmp_path, open_run=True, **about, swarm={**SMALLER["swarm"], **swarm}) as run:
+    is_open = config is UNUSED
+    with monitored(tmp_path, open_run=is_open, **about, swarm={**SMALLER["swarm"], **swarm}) as run:
         monitor = run.monitor("--checkpoint-every", "1")
         peers = [
             LocalPeer(
                 tmp_path / f"{name}.log", module="tests.finetune_peer", name=name, run=str(run.file),
                 first=1000 * number, out=str(tmp_path / name), max_steps=12, initial_peers=run.maddrs,
                 moves={BIAS: 1.0 + number} if config is BIASED else {},
+                hf_token=None if is_open else add_person(run.hub, name),
             )
             for number, name in enumerate(("ada", "bob"))
         ]  # fmt: skip
@@ -316,16 +324,20 @@ def test_members_of_a_run_leave_alone_what_none_used_and_average_buffers(tmp_pat
             peer.wait_event("done", 240)
         monitor.wait(lambda journal: journal.latest()["epoch"] >= 11, 60)
         made = load_run(run.file)
+        if is_open:
+            fetched = fetch_checkpoint(made, initial_peers=run.maddrs, out=tmp_path / "fetched")
+            assert load_checkpoint(fetched, fingerprint=made.fingerprint).model.keys() == {*names_of(made)}
     initial = build_model(made)
     ours, theirs = (load_file(tmp_path / name / "trained.safetensors") for name in ("ada", "bob"))
     [*_, last] = sorted((tmp_path / "monitor" / "checkpoints").iterdir())
     kept = load_checkpoint(last, fingerprint=made.fingerprint)
+    assert kept.model.keys() == {*names_of(made)}
     for name, began in initial.named_parameters():
         is_unused = "crossattention" in name or "ln_cross_attn" in name
         assert torch.equal(ours[name], began) is is_unused and torch.equal(theirs[name], began) is is_unused, name
         assert torch.equal(kept.model[name], began) is is_unused, name
     if config is BIASED:
         assert (ours[BIAS] - theirs[BIAS]).abs().max() < 4.0, "each moved by more than 12 and 24"
-        assert kept.model["buffers"].min() > 6.0 and initial.get_buffer(BIAS).abs().max() == 0.0
+        assert kept.model[BUFFERS].min() > 6.0 and initial.get_buffer(BIAS).abs().max() == 0.0
         saved = save_pretrained(made.model, kept.model, tmp_path / "saved", partial(put_buffers, kept.model))
-        assert torch.equal(load_file(saved["model.safetensors"])[BIAS], kept.model["buffers"])
+        assert torch.equal(load_file(saved["model.safetensors"])[BIAS], kept.model[BUFFERS])
