@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,6 +44,8 @@ def main() -> None:
         name=settings["name"],
         hf_token=settings.get("hf_token"),
     )  # fmt: skip
+    callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, SwarmCallback))
+    callback.config = replace(callback.config, wait_for_peers=settings.get("wait_for", 1))
     for name, amount in settings.get("moves", {}).items():  # as a BatchNorm moves its own in each batch
         trainer.model.register_forward_pre_hook(partial(move, trainer.model.get_buffer(name), amount))
     try:

@@ -312,7 +312,7 @@ def test_members_of_a_run_leave_alone_what_none_used_and_average_buffers(tmp_pat
             LocalPeer(
                 tmp_path / f"{name}.log", module="tests.finetune_peer", name=name, run=str(run.file),
                 first=1000 * number, out=str(tmp_path / name), max_steps=12, initial_peers=run.maddrs,
-                moves={BIAS: 1.0 + number} if config is BIASED else {},
+                wait_for=3, moves={BIAS: 1.0 + number} if config is BIASED else {},
                 hf_token=None if is_open else add_person(run.hub, name),
             )
             for number, name in enumerate(("ada", "bob"))
