@@ -99,8 +99,6 @@ class SharedBuffers(HeldBuffers):
         The monitor has no base, and begins with zeros. None: what is shared is their values
     """
 
-    # Overrides: arrive, send, take
-
     def __init__(self, model: torch.nn.Module, since: Mapping[str, torch.Tensor] | None = None):
         places = shared_buffers(model) if since is None else run_buffers(model)
         self._places = [place for place in places if since is None or place[0] in since]
