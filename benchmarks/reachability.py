@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.netlab import NoNetlab
 from benchmarks.reachability_parts.cells import CELLS
 from benchmarks.reachability_parts.dialling import look
+from volunteer_kit.swarm.failures import CAUSES
 
 
 def main() -> int:
@@ -60,10 +61,13 @@ def _train(cell, result: dict) -> list[int]:
         trained = train(cell, Path(folder))
     result["with_rounds"] += trained.whole >= WHOLE
     result["rounds_whole"] += trained.whole
-    result["rounds_failed"] += trained.failed
+    failed = sum(trained.causes.values())
+    result["rounds_failed"] += failed
+    for cause, number in trained.causes.items():
+        print(f"{'':<18} {number} rounds {CAUSES[cause]}", flush=True)
     if trained.why_not:
         print(f"{'':<18} {trained.why_not}", flush=True)
-    return [trained.whole, trained.failed]
+    return [trained.whole, failed]
 
 
 def _yes(value: bool) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from volunteer_kit import output, packages
+from volunteer_kit.addressing import LOCALHOST
 from volunteer_kit.auth.access_token import KeyFolder, TokenError, Trust
 from volunteer_kit.run_reader import read_small, read_yaml
 from volunteer_kit.runs import AuthorityConfig, RunConfig, RunError, load_run
@@ -19,7 +20,7 @@ def serve_authority(
     run: str | Path | RunConfig,
     *,
     folder: str | Path | None = None,
-    host: str = "127.0.0.1",
+    host: str = LOCALHOST,
     port: int = 8400,
     tls_cert: str | Path | None = None,
     tls_key: str | Path | None = None,

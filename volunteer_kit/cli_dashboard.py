@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from volunteer_kit import packages
+from volunteer_kit.addressing import LOCALHOST
 from volunteer_kit.cli_words import group_for
 
 Run = Annotated[str, typer.Argument(help="The run: its name, file, link, or org/name.")]
@@ -32,7 +33,7 @@ def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:
 def serve(
     run: Run,
     folder: Folder = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: others see it, too.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at; “::”: others see it, too.")] = LOCALHOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8080,
 ) -> None:
     """Serve a run's page, JSON (/api/state) and Prometheus (/metrics) until Ctrl-C."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from volunteer_kit import output, packages
+from volunteer_kit.addressing import LOCALHOST
 
 Run = Annotated[str, typer.Argument(help="A run's name, the path of its YAML file, or org/name.")]
 Name = Annotated[str, typer.Argument(help="A name at the Hugging Face Hub.")]
@@ -29,7 +30,7 @@ def add_verbs(app: typer.Typer, plain_errors: Callable[..., Any]) -> None:
 def authority(
     run: Run,
     folder: Annotated[Path | None, typer.Option(help="Has the keys and the database; default: ./RUN_ID-host")] = None,
-    host: Annotated[str, typer.Option(help="Listen here; 0.0.0.0: for others, with a certificate.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Listen here; “::”: for others, with a certificate.")] = LOCALHOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8400,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate with its chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's key, PEM.")] = None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,12 +19,12 @@ PATIENCE = 180.0  # s; some 20, but on a busy machine
 
 class Trained(NamedTuple):
     """Report what each peer of one cell found out; `whole`: rounds of all members, as the peer saw them that saw
-    fewest; `failed`: rounds that lacked something, as all saw them; `seconds` until then; `why_not`: "" if all went
-    well."""
+    fewest; `causes`: of failures.CAUSES -> rounds that lacked something, as all saw them; `seconds` until then;
+    `why_not`: "" if all went well."""
 
     client_modes: tuple[bool, ...]
     whole: int
-    failed: int
+    causes: Mapping[str, int]
     seconds: float
     why_not: str = ""
 
@@ -42,8 +43,8 @@ def train(cell: Cell, folder: Path) -> Trained:
     modes = [next((e["client_mode"] for e in events if e["event"] == "connected"), None) for events in said]
     rounds = [[e for e in events if e["event"] in ("epoch", "postponed")] for events in said]
     whole = min(sum(is_whole(e, len(peers)) for e in events) for events in rounds)
-    failed = sum(e["cause"] is not None for events in rounds for e in events)
-    return Trained(tuple(modes), whole, failed, time.monotonic() - began, why_not)
+    causes = Counter(e["cause"] for events in rounds for e in events if e["cause"] is not None)
+    return Trained(tuple(modes), whole, causes, time.monotonic() - began, why_not)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from volunteer_kit import output
+from volunteer_kit.addressing import EVERYWHERE, LOCALHOST, listen, loopback, shown
 from volunteer_kit.bounded_http import LOOPBACK, BoundedServer, HttpLimits
 from volunteer_kit.dashboard.app import make_app
 from volunteer_kit.dashboard.board import Board
@@ -25,19 +26,20 @@ def serve(
     run: str | Path | RunConfig,
     *,
     folder: str | Path | None = None,
-    host: str = "127.0.0.1",
+    host: str = LOCALHOST,
     port: int = 0,
     limits: HttpLimits = LIMITS,
 ) -> None:
     """Show a run's journal at http://host:port until SIGTERM or Ctrl-C. Prints one line of JSON when it listens.
 
     :param folder: the monitor's; it need not be there yet. Default: ./RUN_ID-host/monitor
+    :param host: as of addressing.listen
     :param port: 0 takes a free one
     Raises RunError, DashboardError.
     """
     config = run if isinstance(run, RunConfig) else load_run(run)
     board = Board(monitor_folder(config, folder), run_info(config))
-    listener = _listen(host, port)
+    listening = _listen(host, port)
     # Who connects from this machine is a proxy, as a rule: the dashboard itself speaks no TLS.
     run_file = None if isinstance(run, RunConfig) or not Path(run).is_file() else Path(run).absolute()
     server = BoundedServer(
@@ -46,12 +48,14 @@ def serve(
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has stopped
             signal.signal(number, lambda *_: None)
-    print(json.dumps({"ready": {"url": _url(host, listener)}}), flush=True)
+    url = f"http://{shown(host)}:{listening[0].getsockname()[1]}/"
+    print(json.dumps({"ready": {"url": url}}), flush=True)
     try:
-        server.run(sockets=[listener])
+        server.run(sockets=listening)
     finally:
         board.close()
-        listener.close()
+        for one in listening:
+            one.close()
 
 
 def monitor_folder(config: RunConfig, folder: str | Path | None) -> Path:
@@ -59,24 +63,18 @@ def monitor_folder(config: RunConfig, folder: str | Path | None) -> Path:
     return Path(folder) if folder else Path(f"{config.run_id}-host") / "monitor"
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections from now on. Raises DashboardError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that take connections from now on. Raises DashboardError."""
     try:
-        return socket.create_server((host, port), family=family, backlog=256)
+        return listen(host, port, backlog=256)
     except OSError as error:
         raise DashboardError(
             f"The dashboard cannot listen at {host}, port {port}: {error.strerror or error}.\n"
             f"1. See who has the port: ss -ltnp 'sport = :{port}'\n2. Take another: --port 0 takes any that is free\n"
-            "3. An address must be this machine's: 127.0.0.1 (this machine only) or 0.0.0.0 (everybody)"
+            f"3. An address must be this machine's: {loopback()} (this machine only) or {EVERYWHERE} (everybody)"
         ) from None
     except OverflowError:
         raise DashboardError(f"{port} is no port: 1 to 65535, or 0 for any that is free") from None
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    name = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    return f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}/"
 
 
 def _main() -> None:  # python -m volunteer_kit.dashboard.door RUN FOLDER PORT: for tests, without the command line

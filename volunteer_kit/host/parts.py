@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from volunteer_kit.addressing import everywhere, loopback
+from volunteer_kit.addressing import EVERYWHERE, loopback
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings
 from volunteer_kit.host.watch import Part
@@ -36,7 +36,7 @@ def other_parts(folder: HostFolder, settings: HostSettings, addresses: Sequence[
     run = str(folder.run_file)
     authority = [CLI, "authority", run, "--folder", str(folder.path), "--port", str(settings.port)]
     if settings.tls_cert and settings.tls_key:
-        authority += ["--host", everywhere(), "--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key]
+        authority += ["--host", EVERYWHERE, "--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key]
     else:
         authority += ["--host", loopback()]
     if settings.behind_proxy:

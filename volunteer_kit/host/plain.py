@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from volunteer_kit.addressing import LISTEN
+
 if TYPE_CHECKING:
     from volunteer_kit.runs import RunConfig
 
@@ -63,5 +65,6 @@ def invitation(run: str, addresses: Sequence[str]) -> list[str]:
     lines = ["This peer is up. Its addresses:", *(f"  {address}" for address in addresses)]
     lines += ["Volunteers join with:", f"  volunteer-kit join {run} --initial-peers {(public or addresses)[0]}"]
     if not public:
-        lines.append("Only this machine can reach it: for others, use --host-maddrs /ip4/0.0.0.0/tcp/PORT")
+        everywhere = ",".join(maddr.replace("/tcp/0", "/tcp/PORT") for maddr in LISTEN)
+        lines.append(f"Only this machine can reach it: for others, use --host-maddrs {everywhere}")
     return [*lines, "Ctrl-C stops it."]

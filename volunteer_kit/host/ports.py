@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import time
 
-from volunteer_kit.addressing import family_of
+from volunteer_kit.addressing import LACKS_FAMILY, addresses_of, family_of
 
 CLOSING = 5.0  # s
 
 
 def is_free(port: int, address: str = "") -> bool:
     """Whether a server could listen there now. `address` "": on all of this machine's, IPv4 and IPv6."""
-    found = [_can_bind(family, host, port) for family, host in _binds(address)]
+    found = [_can_bind(host, port) for host in addresses_of(address)]
     return False not in found and True in found
 
 
-def _binds(address: str) -> list[tuple[socket.AddressFamily, str]]:
-    if address:
-        return [(family_of(address), address)]
-    return [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
-
-
-def _can_bind(family: socket.AddressFamily, address: str, port: int) -> bool | None:
+def _can_bind(address: str, port: int) -> bool | None:
     """None: this machine has no such address, nor anybody's server on it."""
+    family = family_of(address)
     try:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -32,7 +26,7 @@ def _can_bind(family: socket.AddressFamily, address: str, port: int) -> bool | N
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((address, port))
     except OSError as error:
-        return None if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) else False
+        return None if error.errno in LACKS_FAMILY else False
     return True
 
 
@@ -50,9 +44,9 @@ def choose(wanted: int, taken: set[int], address: str = "") -> int:
     """`wanted`, or if somebody has it another one that is free; for the first start, when nobody knows it yet."""
     if wanted not in taken and is_free(wanted, address):
         return wanted
-    family, host = next(((f, h) for f, h in _binds(address) if _can_bind(f, h, 0)), (family_of(address), address))
+    host = next((one for one in addresses_of(address) if _can_bind(one, 0)), address)
     while True:
-        with socket.socket(family) as probe:
+        with socket.socket(family_of(host)) as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
         if port not in taken and is_free(port, address):

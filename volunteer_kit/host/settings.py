@@ -149,7 +149,7 @@ def _needs_https(what: str, settings: HostSettings) -> str:
     return (
         f"{what}, and volunteers show their login to the authority: it has to be https.\n"
         f"1. With a name and Caddy (it gets certificates by itself), in another terminal:\n"
-        f"     sudo caddy reverse-proxy --from {name} --to 127.0.0.1:{port}\n"
+        f"     sudo caddy reverse-proxy --from {name} --to {in_url(loopback())}:{port}\n"
         f"   and here: --public-url https://{name} --behind-proxy\n"
         f"2. With a certificate of your own:\n"
         f"   --public-url https://{name}:{port} --tls-cert chain.pem --tls-key key.pem\n"

@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from volunteer_kit.addressing import LOCALHOST, listen, shown
 from volunteer_kit.auth.authority.settings import AuthorityError, is_loopback
 from volunteer_kit.bounded_http import LOOPBACK, BoundedServer, HttpLimits
 
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 def serve(
     app: FastAPI,
     *,
-    host: str = "127.0.0.1",
+    host: str = LOCALHOST,
     port: int = 0,
     tls_cert: str | Path | None = None,
     tls_key: str | Path | None = None,
@@ -38,6 +39,8 @@ def serve(
     stop: threading.Event | None = None,
 ) -> None:
     """Until SIGTERM, Ctrl-C or `stop`; `on_ready` gets the address where it listens. Raises AuthorityError.
+
+    `host`: as of addressing.listen.
 
     `behind_proxy`: one on this machine does TLS and tells who asks; without it, whoever asks is who is connected, for
     headers can be made up. A certificate that is renewed in its files is taken up while it serves.
@@ -66,12 +69,12 @@ def serve(
     try:
         server.config.load()
     except (OSError, ssl.SSLError) as error:
-        listening.close()
+        for one in listening:
+            one.close()
         raise AuthorityError(f"The certificate {tls_cert} or its key {tls_key} cannot be used ({error}).") from None
-    name = f"[{host}]" if ":" in host else host
-    url = f"{'https' if is_tls else 'http'}://{name}:{listening.getsockname()[1]}"
+    url = f"{'https' if is_tls else 'http'}://{shown(host)}:{listening[0].getsockname()[1]}"
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when all is done
-        server.run(sockets=[listening])
+        server.run(sockets=listening)
 
 
 class _Server(BoundedServer):
@@ -118,20 +121,14 @@ def _state(files: Sequence[str]) -> list[tuple[int, ...]] | None:
     return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family)
+def _listen(host: str, port: int) -> list[socket.socket]:
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        return listen(host, port)
     except OSError as error:
-        listening.close()
-        reason = os.strerror(error.errno) if error.errno else str(error)
         raise AuthorityError(
-            f"The authority cannot listen at {host}, port {port} ({reason}).\n"
+            f"The authority cannot listen at {host}, port {port} ({error.strerror or error}).\n"
             "1. Look what has the port: ss -ltnp\n2. Choose another one: --port"
         ) from None
-    return listening
 
 
 def _log_config() -> dict[str, object]:
