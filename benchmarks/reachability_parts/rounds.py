@@ -5,26 +5,31 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.reachability_parts.cells import PORT, Cell, machines
 from tests.local_swarm import LocalPeer, is_whole
 from volunteer_kit.addressing import LISTEN
 
-WHOLE = 3  # rounds of all members, in each peer's eyes
+WHOLE = 10  # rounds of all members, in each peer's eyes; one takes a second
 PATIENCE = 180.0  # s; some 20, but on a busy machine
 
 
 class Trained(NamedTuple):
-    """Report what each peer of one cell found out; `whole`: rounds of all members, as the peer saw them that saw
-    fewest; `causes`: of failures.CAUSES -> rounds that lacked something, as all saw them; `seconds` until then;
-    `why_not`: "" if all went well."""
+    """Report what each peer of one cell found out.
+
+    Until its first round of all members a peer is joining: the others step each second, and what it has downloaded is
+    a step old by then, or a round that has begun without it is not its own. `joining`, `failed`: of failures.CAUSES ->
+    rounds that lacked something before and after that, as all saw them; `whole`: rounds of all members, as the peer saw
+    them that saw fewest; `seconds` until then; `why_not`: "" if all went well.
+    """
 
     client_modes: tuple[bool, ...]
     whole: int
-    causes: Mapping[str, int]
+    joining: Mapping[str, int]
+    failed: Mapping[str, int]
     seconds: float
     why_not: str = ""
 
@@ -43,8 +48,16 @@ def train(cell: Cell, folder: Path) -> Trained:
     modes = [next((e["client_mode"] for e in events if e["event"] == "connected"), None) for events in said]
     rounds = [[e for e in events if e["event"] in ("epoch", "postponed")] for events in said]
     whole = min(sum(is_whole(e, len(peers)) for e in events) for events in rounds)
-    causes = Counter(e["cause"] for events in rounds for e in events if e["cause"] is not None)
-    return Trained(tuple(modes), whole, causes, time.monotonic() - began, why_not)
+    joining, failed = Counter(), Counter()
+    for events in rounds:
+        met_at = next((place for place, e in enumerate(events) if is_whole(e, len(peers))), len(events))
+        joining.update(_causes(events[:met_at]))
+        failed.update(_causes(events[met_at:]))
+    return Trained(tuple(modes), whole, joining, failed, time.monotonic() - began, why_not)
+
+
+def _causes(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [event["cause"] for event in events if event["cause"] is not None]
 
 
 @contextlib.contextmanager

@@ -14,21 +14,13 @@ CALL = 12.0  # s
 
 
 async def ask(identity_path: str, addresses: Sequence[str]) -> dict:
-    """In the probe's process: is the key's peer found through the peers at these addresses? A machine that nobody can
-    call is not found this way; a worker that has joined finds it by its records (swarm/same_key.py)."""
-    import asyncio
+    """In the probe's process: is the key's peer found through the peers at these addresses?"""
+    from volunteer_kit.swarm.taken_identity import is_taken
 
-    from hivemind.p2p import P2P, PeerID
-
-    p2p = await P2P.create(initial_peers=[*addresses], dht_mode="client", startup_timeout=45.0)
     try:
-        peer_id = PeerID.from_identity(Path(identity_path).read_bytes())
-        await asyncio.wait_for(p2p._client.connect(peer_id, []), CALL)
-        return {"taken": True}
-    except Exception:  # nobody knows it, or it does not answer
+        return {"taken": await is_taken(identity_path, addresses, CALL)}
+    except Exception:  # none of them answers, or the file is damaged; both are told elsewhere
         return {"taken": False}
-    finally:
-        await p2p.shutdown()
 
 
 def same_key(identity: Path, addresses: Sequence[str], trains_here: bool, within: float) -> Finding:

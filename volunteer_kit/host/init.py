@@ -183,7 +183,8 @@ def write(out: Path, answers: Answers) -> list[str]:
     lines = [f"{out} is written, and the run's keys are in {folder / 'keys'}: keep a backup, show them to nobody."]
     if answers.address:
         name = urlsplit(answers.address).hostname
-        lines.append(f"For https, in another terminal: sudo caddy reverse-proxy --from {name} --to {in_url(loopback())}:8000")
+        here = f"{in_url(loopback())}:8000"
+        lines.append(f"For https, in another terminal: sudo caddy reverse-proxy --from {name} --to {here}")
     lines += [f"Next: volunteer-kit doctor {out}", f"Then: volunteer-kit host {out}{options}"]
     if answers.address:
         lines.append("For a link that opens the run's notebook in Colab: hf auth login, and add --push-to ORG/NAME")

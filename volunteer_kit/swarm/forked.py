@@ -38,6 +38,7 @@ from volunteer_kit.swarm.log_limits import bound_logs
 from volunteer_kit.swarm.serializer import DecodableValidator, bound_serializer
 from volunteer_kit.swarm.sockets import make_socket_folder
 from volunteer_kit.swarm.streams import bound_streams
+from volunteer_kit.swarm.taken_identity import AnyFamilyP2P
 from volunteer_kit.swarm.thrifty_dht import OPTIONS, ThriftyDHTNode
 
 logger = get_logger(__name__)
@@ -242,4 +243,5 @@ class LeanDHT(hivemind.DHT):
         protocol.admission = self.admission  # in this process, which is the node's alone
         hivemind.dht.node.DHTProtocol = protocol
         hivemind.dht.dht.DHTNode = ThriftyDHTNode
+        hivemind.dht.node.P2P = AnyFamilyP2P
         super().run()

@@ -17,7 +17,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
-from volunteer_kit.addressing import LISTEN, loopback
+from volunteer_kit.addressing import LISTEN
 from volunteer_kit.addressing import free_port as free_port
 from volunteer_kit.swarm import reachability, shared_futures
 from volunteer_kit.swarm.admission import Admission
@@ -152,8 +152,7 @@ def _start_dht(config: PeerConfig, identity_path: str, client_mode: bool, admiss
         client_mode=client_mode,
         startup_timeout=config.startup_timeout,
         admission=admission,
-        # hivemind asks by a p2pd that listens on 127.0.0.1, and would not start where there is no IPv4
-        check_if_identity_free=config.check_identity and loopback() == "127.0.0.1",
+        check_if_identity_free=config.check_identity,
         start=False,
         # s for one DHT call; home links and two busy cores answer slower than 3 s at times
         **{"wait_timeout": 5.0, **config.dht_options},
