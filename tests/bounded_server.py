@@ -174,10 +174,10 @@ def trusting(certificate: Path) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(certificate))
 
 
-def make_certificate(folder: Path, number: int = 0) -> tuple[Path, Path]:
+def make_certificate(folder: Path, number: int = 0, address: str = "127.0.0.1") -> tuple[Path, Path]:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
     now, own = datetime.datetime.now(datetime.timezone.utc), x509.DNSName("localhost")
-    ours = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    ours = x509.IPAddress(ipaddress.ip_address(address))
     certificate = (
         x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key(number).public_key())
         .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))

@@ -3,6 +3,10 @@
 It does not train; it is the address that volunteers know. Prints {"ready": {"peer_id", "maddrs"}} when it is up, or
 {"error": ...}, and stays until SIGTERM, or until one of its processes dies, when it prints {"error": ...} as well. With
 the run's keys it lets itself in, whether the authority is up or not.
+
+Of two first peers under one key the later one ends, with {"over": ...}: volunteers know the run by its peer id, so it
+cannot take another key, and a new start would change nothing. The one that was here before goes on, with
+{"warning": ...}.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
             membership.keep(peer)
             peer.dht.add_validators(validators(membership.admission.trust, run_key_of(config)))
         PeerBoard(peer.dht, config.run_id)  # a node that cannot check signed records keeps none for others
+        twins = TwinWatch(KeyWatch(peer.dht, config.run_id, peer.peer_id), partial(_tell_of_twin, stop))
         print(json.dumps({"ready": {"peer_id": str(peer.peer_id), "maddrs": peer.visible_maddrs()}}), flush=True)
         while not stop.is_set():
             time.sleep(0.2)  # not stop.wait(): the signal's handler could find its lock taken by this very thread

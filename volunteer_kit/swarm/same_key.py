@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import enum
 import secrets
+import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hivemind.dht import DHT
@@ -23,6 +25,8 @@ LIFETIME = 60.0  # s that a record stays
 ID_SIZE = 8  # bytes
 SKEW = 8.0  # s; clocks may differ by 3 each way, and a program that has just ended may have written in its last second
 REMEMBERED = 64  # of our own records, more than LIFETIME has
+LOOK_EVERY = 15.0  # s
+HOW_COME = "a folder was copied, or a machine cloned"
 
 
 class Instance(NamedTuple):
@@ -108,3 +112,41 @@ class KeyWatch:
         self._wrote.append(now)
         self._dht.store(_name(self._run_id, self._peer_id), [*own], now + LIFETIME, subkey=self._subkey)
         return sharing
+
+
+class TwinWatch:
+    """A thread that looks for other programs under this peer's key every LOOK_EVERY s, the first time at once.
+
+    :param tell: gets FIRST or LATER, each once; called in the thread
+    :param may_look: False: not now, for this machine's clock is wrong, and a record that it dates would stand as long
+        as it is ahead
+    """
+
+    def __init__(
+        self,
+        key: KeyWatch,
+        tell: Callable[[Sharing], None],
+        may_look: Callable[[], bool] = lambda: True,
+        every: float = LOOK_EVERY,
+    ):
+        self._key, self._tell, self._may_look, self._every = key, tell, may_look, every
+        self._told = {Sharing.ALONE}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="same key", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Before the DHT ends."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            sharing = Sharing.ALONE
+            with suppress(Exception):  # of the DHT; the next look comes
+                sharing = self._key.look() if self._may_look() else sharing
+            if sharing not in self._told:
+                self._told.add(sharing)
+                self._tell(sharing)
+            self._stop.wait(self._every)
