@@ -28,6 +28,7 @@ def main() -> int:
     for name in (
         "--keys",
         "--initial-peers",
+        "--given-out",
         "--announce-maddrs",
         "--tls-cert",
         "--tls-key",

@@ -12,6 +12,7 @@ cannot take another key, and a new start would change nothing. The one that was 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import signal
 import sys
@@ -19,6 +20,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2PDaemonError
 
 from volunteer_kit import output
 from volunteer_kit.addressing import LISTEN
@@ -32,6 +37,8 @@ from volunteer_kit.swarm.host_membership import HostMembership
 from volunteer_kit.swarm.manifest import validators
 from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
 from volunteer_kit.swarm.records import PeerBoard
+from volunteer_kit.swarm.same_key import OF_FIRST_PEERS, KeyWatch, Sharing, TwinWatch
+from volunteer_kit.swarm.taken_identity import is_at
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -40,6 +47,9 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _options(words)
     try:
         config = load_run(options.run)
+        if options.given_out and _is_up_elsewhere(options):
+            _tell_of_twin(Sharing.LATER)
+            return 2
         membership = _membership(config, options)
         peer = _start(options, membership.admission if membership else None)
     except (SwarmError, RunError, KeysError) as error:
@@ -49,20 +59,37 @@ def main(words: Sequence[str] | None = None) -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # only now: the peer's processes would inherit it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    twins: TwinWatch | None = None
     try:
         if membership is not None:
             membership.keep(peer)
             peer.dht.add_validators(validators(membership.admission.trust, run_key_of(config)))
         PeerBoard(peer.dht, config.run_id)  # a node that cannot check signed records keeps none for others
-        twins = TwinWatch(KeyWatch(peer.dht, config.run_id, peer.peer_id), partial(_tell_of_twin, stop))
+        twins = TwinWatch(KeyWatch(peer.dht, config.run_id, peer.peer_id), _tell_of_twin)
         print(json.dumps({"ready": {"peer_id": str(peer.peer_id), "maddrs": peer.visible_maddrs()}}), flush=True)
         while not stop.is_set():
             time.sleep(0.2)  # not stop.wait(): the signal's handler could find its lock taken by this very thread
         return 0
     finally:
+        if twins is not None:
+            twins.close()
         if membership is not None:
             membership.close()
         peer.shutdown()
+
+
+def _is_up_elsewhere(options: argparse.Namespace) -> bool:
+    """Does a peer under our key answer where this one was found before it was started? It is not of this machine: the
+    host has ended what it left behind."""
+    try:
+        return Path(options.identity_path).is_file() and asyncio.run(is_at(options.identity_path, options.given_out))
+    except P2PDaemonError:  # the peer itself will say why
+        return False
+
+
+def _tell_of_twin(sharing: Sharing) -> None:
+    """The host ends this process, and itself, when it hears that it is over."""
+    print(json.dumps({"over" if sharing is Sharing.LATER else "warning": OF_FIRST_PEERS[sharing]}), flush=True)
 
 
 def _end_broken(why: str) -> None:
@@ -97,11 +124,13 @@ def _start(options: argparse.Namespace, admission: Admission | None) -> Peer:
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="volunteer_kit.host_peer", description=__doc__)
+    several: dict[str, Any] = {"type": lambda text: text.split(","), "default": []}
     parser.add_argument("run")
     parser.add_argument("--identity-path", required=True)
     parser.add_argument("--keys", default="keys", help="folder of the run's keys, for a run with an authority")
+    parser.add_argument("--given-out", help="addresses by which volunteers know this peer", **several)
     for name in ("--host-maddrs", "--announce-maddrs", "--initial-peers"):
-        parser.add_argument(name, type=lambda text: text.split(","), default=[])
+        parser.add_argument(name, **several)
     options = parser.parse_args(words)
     options.host_maddrs = options.host_maddrs or [*LISTEN]
     return options

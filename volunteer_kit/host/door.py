@@ -139,6 +139,7 @@ class Host:
         self._watches: dict[str, Watch] = {}
         self._failing: set[str] = set()
         self._addresses: list[str] = []
+        self._given_out: list[str] = []
         self._invited = False
 
     # --- before anything starts ---
@@ -182,6 +183,7 @@ class Host:
         self._text, config = read_given(self._source, self._url, self._public_key)
         self._authority = config.authority
         self._others = [peer for peer in config.initial_peers if peer.rpartition("/")[2] != saved.get("peer_id")]
+        self._given_out = self._addresses_given_out(saved.get("peer_id"))
         self._adopt(identity_path)
         self._require_identity(saved.get("peer_id"))
         self._save(saved.get("peer_id"))
@@ -241,6 +243,18 @@ class Host:
                     "   Volunteers then need the new run file."
                 ) from None
 
+    def _addresses_given_out(self, peer_id: str | None) -> list[str]:
+        """By which volunteers know our first peer since an earlier start; they stand in the run file."""
+        from volunteer_kit.run_reader import RunError, read_small, read_yaml
+
+        file = self.folder.run_file
+        try:
+            peers = read_yaml(read_small(file), str(file)).values.get("initial_peers") if file.is_file() else None
+        except (OSError, RunError):  # damaged; it is made anew
+            peers = None
+        known = [str(peer) for peer in peers] if isinstance(peers, list) else []
+        return [peer for peer in known if peer_id and peer.endswith(f"/p2p/{peer_id}")]
+
     def _save(self, peer_id: str | None) -> None:
         self.folder.save({"run_id": self._run_id, "peer_id": peer_id, **asdict(self._settings)})
 
@@ -254,10 +268,12 @@ class Host:
     # --- while it runs ---
 
     def keep_up(self, stopped: Callable[[], bool]) -> None:
-        """Until told to stop. Raises HostError when its first peer does not start: there is nothing to host."""
+        """Until told to stop. Raises HostError when its first peer does not start, for there is nothing to host, and
+        when another machine has a first peer under the same key."""
         self._say(f"Starting the run {self._run_id} in {self.folder.path}")
         try:
-            self._watch(parts.first_peer(self.folder, self._settings, [*self._settings.initial_peers, *self._others]))
+            others = [*self._settings.initial_peers, *self._others]
+            self._watch(parts.first_peer(self.folder, self._settings, others, self._given_out))
             while not stopped():
                 try:
                     news = self._inbox.get(timeout=0.5)
@@ -287,6 +303,8 @@ class Host:
             self._say(f"{news.name}: {news.text}")
         elif news.kind == "said":
             self._say(news.text)
+        elif news.kind == "over":
+            raise HostError(news.text)
         elif news.kind == "failing":
             self._failing.add(news.name)
             if news.name == parts.PEER and not self._addresses:

@@ -18,13 +18,20 @@ PEER_MODULE = "volunteer_kit.host_peer"
 DATABASE = "VOLUNTEER_KIT_DATABASE"  # in the environment, for its password: `ps` shows command lines to everybody
 
 
-def first_peer(folder: HostFolder, settings: HostSettings, initial_peers: Sequence[str]) -> Part:
-    """The address that volunteers know; `initial_peers`: other first peers of the run."""
+def first_peer(
+    folder: HostFolder, settings: HostSettings, initial_peers: Sequence[str], given_out: Sequence[str] = ()
+) -> Part:
+    """The address that volunteers know.
+
+    :param initial_peers: other first peers of the run
+    :param given_out: by which volunteers know it since an earlier start
+    """
     command = [PEER_MODULE, str(folder.run_file), "--identity-path", str(folder.identity), "--keys", str(folder.keys)]
     for option, addresses in (
         ("--host-maddrs", settings.host_maddrs),
         ("--announce-maddrs", settings.announce_maddrs),
         ("--initial-peers", initial_peers),
+        ("--given-out", given_out),
     ):
         if addresses:
             command += [option, ",".join(addresses)]

@@ -3,8 +3,10 @@ machines that all are one's own."""
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +30,16 @@ def host_peer_only(
     say: Callable[[str], None],
     on_start: Callable[[], None],
 ) -> None:
-    """Keep a peer up in this process until `stopped()`. Raises RunError, SwarmError.
+    """Keep a peer up in this process until `stopped()`. Raises RunError, SwarmError (identity_taken: another machine
+    has a first peer of this run under its key, and was here before).
 
     :param on_start: called when the peer is up: signal handlers set earlier would be inherited by its processes
     """
     from volunteer_kit.runs import RunConfig, load_run
+    from volunteer_kit.swarm.errors import SwarmError
     from volunteer_kit.swarm.peer import PeerConfig, start_peer
     from volunteer_kit.swarm.records import PeerBoard
+    from volunteer_kit.swarm.same_key import OF_FIRST_PEERS, KeyWatch, Sharing, TwinWatch
 
     config = run if isinstance(run, RunConfig) else load_run(run)
     peer = start_peer(
@@ -45,17 +50,27 @@ def host_peer_only(
             identity_path=str(identity_path) if identity_path else None,
         )
     )
+    news: queue.SimpleQueue[Sharing] = queue.SimpleQueue()
+    twins: TwinWatch | None = None
     try:
         PeerBoard(peer.dht, config.run_id)  # a node that cannot check signed records keeps none for others
+        twins = TwinWatch(KeyWatch(peer.dht, config.run_id, peer.peer_id), news.put)
         on_start()
         name = config.run_id if isinstance(run, RunConfig) else str(run)
         for line in invitation(name, peer.visible_maddrs()):
             say(line)
         while not stopped():
             peer.processes.raise_if_broken(AGAIN)
+            with suppress(queue.Empty):
+                sharing = news.get(block=False)
+                if sharing is Sharing.LATER:
+                    raise SwarmError(OF_FIRST_PEERS[sharing], kind="identity_taken")
+                say(OF_FIRST_PEERS[sharing])
             time.sleep(0.2)
         say("Stopping.")
     finally:
+        if twins is not None:
+            twins.close()
         peer.shutdown()
 
 

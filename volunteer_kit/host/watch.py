@@ -49,7 +49,8 @@ class Part(NamedTuple):
 
 class News(NamedTuple):
     """What a watch tells. kind: ready, restarting, failing (it is tried only now and then), warning (of the part
-    itself; it goes on), said (good news of the part), stop (a signal; of no part)."""
+    itself; it goes on), said (good news of the part), over (the part says that a new start would change nothing, and is
+    not started again), stop (a signal; of no part)."""
 
     kind: str
     name: str = ""
@@ -253,6 +254,10 @@ class Watch:
                     self._log.write(said["warning"].encode() + b"\n")
                 elif isinstance(said.get("said"), str):
                     self._tell(News("said", self.part.name, said["said"]))
+                elif isinstance(said.get("over"), str):
+                    self._tell(News("over", self.part.name, said["over"]))
+                    self._log.write(said["over"].encode() + b"\n")
+                    self.begin_stop()
                 elif isinstance(said.get("error"), str):
                     self._error = f"says: {said['error'].partition(chr(10))[0][:300]}"
                     self._log.write(said["error"].encode() + b"\n")

@@ -112,9 +112,12 @@ def _say_broken(why: str, say: Callable[[str], None]) -> None:
 
 
 def _keep_up(monitor: Monitor, stop: _Stop, done: Callable[[Monitor], bool]) -> None:
-    """Raises what a turn raises when it does so again and again: a new start may be better."""
+    """Raises what a turn raises when it does so again and again: a new start may be better. Raises MonitorError where
+    another monitor has its key."""
     troubles = 0
     while not stop.is_set and not done(monitor):
+        if monitor.why_over is not None:
+            raise MonitorError(monitor.why_over)
         try:
             monitor.turn()
             troubles = 0

@@ -29,6 +29,8 @@ from volunteer_kit.monitor.signing import Signing
 from volunteer_kit.runs import RunConfig
 from volunteer_kit.swarm.credit_collector import CreditCollector
 from volunteer_kit.swarm.credit_ledger import CreditLedger
+from volunteer_kit.swarm.identity import give_up_key
+from volunteer_kit.swarm.same_key import HOW_COME, KeyWatch, Sharing, TwinWatch
 from volunteer_kit.swarm.transfer import StateRefused
 
 CHECKPOINT_EVERY = 10  # epochs
@@ -42,11 +44,15 @@ SIGNED_EVERY = 15.0  # s between looks for what other monitors have signed
 class Monitor:
     """One monitor in its folder. `close()` in any case.
 
+    Of two monitors under one key the later one gives it up and ends: its next start makes one of its own, by which
+    nobody outside knows it. The one that was here before goes on, and warns its host.
+
     :param home: the folder: identity.key, journal.sqlite, credit.sqlite, checkpoints/, states/, pictures/,
         metrics.jsonl
     :param checkpoint_every: epochs; the same on all monitors of a run, ten or more where states are signed
     :param on_broken: as of Member
     :param say: gets a line of JSON, {"warning": words} or {"said": words}, for the host's screen
+    :ivar why_over: the reason why it has to end, in words; None: it may go on
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class Monitor:
         self.run, self._home, self._every, self._say = run, home, checkpoint_every, say
         self._new_bans: deque[BanList] = deque(maxlen=1)
         self._disbelief = Disbelief()
+        self.why_over: str | None = None
+        self._twins: TwinWatch | None = None
         self.member = Member(run, home, keys, addresses, self._note_refusal, self._new_bans.append, on_broken)
         try:
             self._begin(push_to, token, tracker)
@@ -104,6 +112,8 @@ class Monitor:
         self._credits = Credits(path / "credit.sqlite", self.notes, self._collector, lambda: member.epoch, self._pause)
         self._convictions = Convictions(member, self.notes, self._lookout.name_of, self._bans.explain)
         self._errands = Errands(run, self.kept, self.notes, push_to, token, self._say)
+        key = KeyWatch(member.peer.dht, run.run_id, member.peer.peer_id)
+        self._twins = TwinWatch(key, self._take_twin, lambda: not member.optimizer.reach.waits_for_itself)
         self._chores_at = self._signed_at = 0.0
         if member.public_loss is None and run.draws:  # in a fine-tune each member has data of its own
             self.notes.warn("The run's samples cannot be read here: the model is judged by what volunteers report.")
@@ -124,6 +134,23 @@ class Monitor:
         """Into the journal, the log, and onto the host's screen."""
         self.notes.warn(text)
         self._say(json.dumps({"warning": text}))
+
+    def _take_twin(self, sharing: Sharing) -> None:
+        """In a thread of its own."""
+        if sharing is Sharing.FIRST:
+            self._warn_host(
+                f"Another monitor of this run works under the key of this one: {HOW_COME}. It came later, and takes a "
+                "key of its own; nothing has to be done here."
+            )
+            return
+        found = f"Another monitor of this run works under the key of this one, and was here before: {HOW_COME}."
+        path = self._home.identity
+        if (aside := give_up_key(path)) is None:
+            text = f"{found} The key's file cannot be moved.\n1. Move it away, and start this monitor again: {path}"
+        else:
+            text = f"{found} The key is kept as {aside}.\n1. Start this monitor again: it makes a key of its own."
+        self._warn_host(text)
+        self.why_over = text
 
     def _note_refusal(self, peer_id: str, why: str) -> None:
         self._disbelief.note(peer_id, why, self.member.optimizer.state_averager.refused_for_distance)
@@ -291,6 +318,8 @@ class Monitor:
 
     def close(self) -> None:
         """Say goodbye; some seconds."""
+        if self._twins is not None:
+            self._twins.close()
         beside = (self._convictions, self._errands, self._credits, self._lookout)
         for part in (*beside, self._looker, self._writer, self._recorder):
             part.close()

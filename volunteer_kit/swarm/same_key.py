@@ -114,6 +114,23 @@ class KeyWatch:
         return sharing
 
 
+# A run's first peer is known by its peer id, so it can take no other key: the later one of two ends. Where neither is
+# the later one, for the machine was cloned while it ran, both do, and whoever hosts the run starts one again.
+OF_FIRST_PEERS = {
+    Sharing.FIRST: (
+        f"Another machine has a first peer of this run under the key of this one: {HOW_COME}. It came later, and ends; "
+        "nothing has to be done here."
+    ),
+    Sharing.LATER: (
+        f"Another machine has a first peer of this run under the key of this one, and was here before: {HOW_COME}. "
+        "Volunteers know the run by that key, and would reach now one and now the other, so this one ends.\n"
+        "1. If the other one shall go on, nothing has to be done.\n"
+        "2. If this machine shall take its place, end the other one first; then give the same command here again.\n"
+        "3. For a run of its own, with other keys and another run_id: volunteer-kit host init"
+    ),
+}
+
+
 class TwinWatch:
     """A thread that looks for other programs under this peer's key every LOOK_EVERY s, the first time at once.
 

@@ -9,11 +9,14 @@ from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
 
 from volunteer_kit.addressing import loopback_maddr
 
 START_WITHIN = 45.0  # s; p2pd alone needs more than 15 s on a busy Colab VM
 CONNECT_WITHIN = 30.0  # s; p2pd asks the peers that it knows, and dials all addresses that they tell
+
+CALL_WITHIN = 10.0  # s; a router may drop a machine's call to its own public address without a word
 
 
 async def is_taken(identity_path: str | Path, initial_peers: Sequence[str], within: float = CONNECT_WITHIN) -> bool:
@@ -23,15 +26,30 @@ async def is_taken(identity_path: str | Path, initial_peers: Sequence[str], with
 
     :param within: s for the call
     """
-    peer_id = PeerID.from_identity(Path(identity_path).read_bytes())
+    return await _answers(identity_path, [], within, initial_peers=[*initial_peers])
+
+
+async def is_at(identity_path: str | Path, addresses: Sequence[str], within: float = CALL_WITHIN) -> bool:
+    """Whether a peer under the key in this file answers at one of these addresses.
+
+    :param within: s for the call
+    """
+    plain = [Multiaddr(address.partition("/p2p/")[0]) for address in addresses]
+    return await _answers(identity_path, plain, within)
+
+
+async def _answers(
+    identity_path: str | Path, addresses: Sequence[Multiaddr], within: float, **options: Any
+) -> bool:
     p2p = await P2P.create(
-        initial_peers=[*initial_peers],
         host_maddrs=[loopback_maddr()],  # hivemind's default is 127.0.0.1, and there may be no IPv4
         dht_mode="client",
         startup_timeout=START_WITHIN,
+        **options,
     )
     try:
-        await asyncio.wait_for(p2p._client.connect(peer_id, []), within)
+        peer_id = PeerID.from_identity(Path(identity_path).read_bytes())
+        await asyncio.wait_for(p2p._client.connect(peer_id, addresses), within)
         return True
     except (ControlFailure, asyncio.TimeoutError):  # nobody knows it, or it does not answer
         return False
