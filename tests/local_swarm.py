@@ -29,6 +29,9 @@ class LocalPeer:
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.log = log
         self.process = nursery.start(module, [json.dumps(settings)], log=log, environment=environment)
+        self._begin_to_read()
+
+    def _begin_to_read(self) -> None:
         self.events: list[dict] = []
         self._queue: queue.Queue[dict | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

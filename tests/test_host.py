@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -79,11 +80,11 @@ class Hosted:
 
 @pytest.fixture
 def hosts(tmp_path):
-    """Makes hosts in tmp_path/F; none of their processes stays."""
+    """Makes hosts in tmp_path/F, or in `place`; none of their processes stays."""
     made = []
 
-    def make(**settings) -> Hosted:
-        made.append(Hosted(tmp_path / "F", **settings))
+    def make(place: Path | None = None, **settings) -> Hosted:
+        made.append(Hosted(place or tmp_path / "F", **settings))
         return made[-1]
 
     yield make
@@ -277,3 +278,18 @@ def test_a_real_first_peer_has_the_same_address_after_a_kill(hosts):
     assert again.folder.run_file.read_text() == run_file
     left = again.parts()
     assert again.end() == 0 and not psutil.wait_procs(left, timeout=5)[1]
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_hosts_folder_does_not_start_while_the_other_one_is_up(hosts, tmp_path):
+    """As on a cloned machine: each would have volunteers of its own, under the same peer id."""
+    host = hosts(ports=ports(), REAL_PEER="1")
+    host.wait_for(UP)
+    shutil.copytree(host.folder.path, tmp_path / "G", ignore=lambda *_: {"host.lock"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.test_host.TIMEOUT", 120.0)
+        copy = hosts(ports=ports(), REAL_PEER="1", place=tmp_path / "G")
+        said = copy.wait_for("end the other one first")
+    assert "under the key of this one, and was here before" in said and UP not in said
+    assert copy.process.wait(timeout=60) == 2
+    assert host.process.poll() is None and len(host.parts()) > 5

@@ -86,6 +86,13 @@ def test_a_parts_good_news_are_told(watch):
     assert one.news.get(timeout=20) == News("said", "part", "it opens in Colab")
 
 
+def test_a_part_that_says_that_it_is_over_is_told_and_not_started_again(watch):
+    """Such as a first peer whose key another machine has: a new start would change nothing."""
+    one = watch("print('{\"over\": \"another one is here\"}', flush=True)\nraise SystemExit(2)\n")
+    assert one.news.get(timeout=60) == News("over", "part", "another one is here")
+    assert one.join(60) and one.starts == 1 and one.news.empty()
+
+
 def test_the_parts_own_reason_is_told(watch):
     one = watch('print(\'{"error": "The port is taken.\\\\n1. Another"}\')\nraise SystemExit(2)\n')
     assert "says: The port is taken" in one.news.get(timeout=20).text

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +21,13 @@ from volunteer_kit.output import say
 from volunteer_kit.swarm.beside import SharedBuffers
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts, nobody_can_be_called
+from volunteer_kit.swarm.identity import give_up_key
 from volunteer_kit.swarm.kits import kit_words
 from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, once_more, start_peer
 from volunteer_kit.swarm.reach import is_private
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
+from volunteer_kit.swarm.same_key import HOW_COME, KeyWatch, Sharing, TwinWatch
 from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
 from volunteer_kit.training.hf_config import HivemindConfig
 from volunteer_kit.training.hf_optimizer import Clip, Count, Schedule, SwarmStep, hand_over, moved, parameters_of
@@ -40,6 +44,9 @@ LONGEST = 2**17  # words of a sample, where the model does not say
 
 class Member:
     """One peer of a run that a Trainer trains.
+
+    Of two under one key the later one has to take another. Where it finds that out at its start, it does so by itself;
+    later on `must_change_key` says so, and it has to leave and come back.
 
     :param model: as it trains; only what requires gradients travels
     :param shown: the Trainer's optimizer, over the model's parameters
@@ -89,6 +96,8 @@ class Member:
         self._told_of_mismatch = self._told_of_turns = self._told_of_sleep = False
         self._told_of_refused: set[str] = set()
         self._loudness: int | None = None  # of hivemind's log, before us
+        self.must_change_key = False
+        self._twins: TwinWatch | None = None
         self._closing, self._news = threading.Event(), threading.Event()
         self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
 
@@ -129,7 +138,7 @@ class Member:
             learnt = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
             require_shared_memory(shared_bytes(learnt, 4 * learnt))  # its statistics may be none
             door = self.config.door
-            self.peer = start_peer(self.config.peer, door.ask() if door is not None else None)
+            self.peer = self._start_peer()
             say(invitation(self.peer.visible_maddrs()))
             self.board = PeerBoard(self.peer.dht, self.config.run_id)
             self._trainers = PeerBoard(self.peer.dht, ALL_TRAINERS)
@@ -145,6 +154,9 @@ class Member:
             self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
             self.peer.processes.raise_if_broken()
             self._recording.start()
+            if self.config.peer.identity_path is not None:  # else the key is made for this stay
+                key = KeyWatch(self.peer.dht, self.config.run_id, self.peer.peer_id)
+                self._twins = TwinWatch(key, self._take_twin, lambda: not self.swarm.reach.waits_for_itself)
             self._wait_for_others()
         except BaseException:
             self.close()
@@ -152,6 +164,56 @@ class Member:
         finally:
             if interrupt is not None:  # hivemind has taken Ctrl-C away
                 signal.signal(signal.SIGINT, interrupt)
+
+    def _start_peer(self) -> Peer:
+        """Under a new key where another peer has ours."""
+        door = self.config.door
+        try:
+            return start_peer(self.config.peer, door.ask() if door is not None else None)
+        except SwarmError as error:
+            path = self.config.peer.identity_path
+            if error.kind != "identity_taken" or path is None or (aside := give_up_key(path)) is None:
+                raise
+            say(f"Another peer takes part under the key of this one: {HOW_COME}. {self._new_key(aside)}")
+        if door is not None:
+            door.leave()  # it let the old key in
+        return start_peer(self.config.peer, door.ask() if door is not None else None)
+
+    def _new_key(self, aside: Path) -> str:
+        return f"This one takes a key of its own; the old one is kept as {aside}."
+
+    def _take_twin(self, sharing: Sharing) -> None:
+        """In a thread of its own."""
+        if sharing is Sharing.LATER:
+            self.must_change_key = True
+        else:
+            say(
+                f"Another peer takes part under the key of this one: {HOW_COME}. It came later, and takes a key of its "
+                "own; nothing has to be done here."
+            )
+
+    def give_up_key(self) -> str:
+        """Another peer takes part under it, and was here before: the next stay is under a new one.
+
+        :returns: that, in words
+        Raises SwarmError (identity_taken) where that cannot be.
+        """
+        path = self.config.peer.identity_path
+        found = f"Another peer takes part under the key of this one, and was here before: {HOW_COME}."
+        if not self.config.peer.initial_peers:
+            raise SwarmError(
+                f"{found} Others join by this peer's key, so it cannot take another one while it runs.\n"
+                f"1. End the other one, or\n2. give this one a key of its own: mv {shlex.quote(path)} "
+                f"{shlex.quote(path)}.shared\n3. Start this program again; others then need the new invitation.",
+                kind="identity_taken",
+            )
+        if (aside := give_up_key(path)) is None:
+            raise SwarmError(
+                f"{found} The key's file cannot be moved: {path}\n"
+                '1. Name another file: "identity_path" in hivemind_config["dht"]',
+                kind="identity_taken",
+            )
+        return f"{found} {self._new_key(aside)}"
 
     def _wait_for_others(self) -> None:
         tracker, wanted = self.swarm.tracker, self.config.wait_for_peers
@@ -386,6 +448,8 @@ class Member:
             HIVEMIND.setLevel(self._loudness)
         self._closing.set()
         self._news.set()
+        if self._twins is not None:
+            self._twins.close()
         if self._recording.is_alive():
             self._recording.join(timeout=10.0)  # it must not talk to a DHT that has ended
         if self.swarm is not None:

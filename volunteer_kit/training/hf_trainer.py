@@ -98,6 +98,7 @@ class SwarmCallback(TrainerCallback):
         self.config: HivemindConfig = hivemind_config if is_read else read_hivemind_config(hivemind_config)
         refuse_other_ways(trainer)
         self.trainer, self.member = trainer, None
+        self._entered_with: AcceleratedOptimizer | None = None  # of the last stay
         self._at_hand: tuple[int, float, Sequence[Hashable]] = (0, 0.0, ())  # of the gradients: samples, weight, names
         self._last_step = self._joined_at = 0  # of the swarm's steps
         self._steps = self._samples = 0  # of this peer, since train() began
@@ -251,7 +252,8 @@ class SwarmCallback(TrainerCallback):
         self.member = member
         ours = AcceleratedOptimizer(member.step, device_placement=False, scaler=trainer.accelerator.scaler)
         own = trainer.accelerator._optimizers
-        own[:] = [ours if one is wrapped else one for one in own] or [ours]
+        own[:] = [ours if one in (wrapped, self._entered_with) else one for one in own] or [ours]
+        self._entered_with = ours
         trainer.optimizer = trainer.callback_handler.optimizer = ours
         self._clip = trainer.accelerator.clip_grad_norm_
         trainer.accelerator.clip_grad_norm_ = lambda *_, **__: member.clip.norm  # the swarm's gradient is clipped
@@ -327,6 +329,8 @@ class SwarmCallback(TrainerCallback):
             control.should_training_stop = True
         elif not control.should_training_stop and (why := self.member.why_anew):
             self._come_back(why, args, state, model, train_dataloader)
+        elif not control.should_training_stop and self.member.must_change_key:
+            self._come_back(self.member.give_up_key(), args, state, model, train_dataloader)
 
     def on_epoch_end(self, args, state, control, **_):
         if control.should_training_stop:
