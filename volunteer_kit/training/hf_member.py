@@ -39,6 +39,7 @@ GONE_AFTER = 3  # calls in a row that nobody took: a busy machine misses one
 RECORD_EVERY = 15.0  # s
 ALL_TRAINERS = "trainers"  # the board on which each says which run it trains
 HIVEMIND = logging.getLogger("hivemind")
+WHY_SHARED = f"{HOW_COME}, or two programs use one file"
 LONGEST = 2**17  # words of a sample, where the model does not say
 
 
@@ -174,7 +175,7 @@ class Member:
             path = self.config.peer.identity_path
             if error.kind != "identity_taken" or path is None or (aside := give_up_key(path)) is None:
                 raise
-            say(f"Another peer takes part under the key of this one: {HOW_COME}. {self._new_key(aside)}")
+            say(f"Another peer takes part under the key of this one: {WHY_SHARED}. {self._new_key(aside)}")
         if door is not None:
             door.leave()  # it let the old key in
         return start_peer(self.config.peer, door.ask() if door is not None else None)
@@ -188,8 +189,8 @@ class Member:
             self.must_change_key = True
         else:
             say(
-                f"Another peer takes part under the key of this one: {HOW_COME}. It came later, and takes a key of its "
-                "own; nothing has to be done here."
+                f"Another peer takes part under the key of this one: {WHY_SHARED}. It came later, and takes a key of "
+                "its own; nothing has to be done here."
             )
 
     def give_up_key(self) -> str:
@@ -199,7 +200,7 @@ class Member:
         Raises SwarmError (identity_taken) where that cannot be.
         """
         path = self.config.peer.identity_path
-        found = f"Another peer takes part under the key of this one, and was here before: {HOW_COME}."
+        found = f"Another peer takes part under the key of this one, and was here before: {WHY_SHARED}."
         if not self.config.peer.initial_peers:
             raise SwarmError(
                 f"{found} Others join by this peer's key, so it cannot take another one while it runs.\n"
