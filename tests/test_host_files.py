@@ -169,6 +169,7 @@ def test_addresses_that_do(settings, result, tmp_path, monkeypatch):
     ("settings", "words"),
     [
         ({"announce_maddrs": ("/ip4/203.0.113.5/tcp/31337",)}, ["caddy", "--no-authority", "--behind-proxy"]),
+        ({"public_url": "https://[2001:db8::1]"}, ["--from [2001:db8::1] ", "--public-url https://[2001:db8::1] "]),
         ({"public_url": "http://run.example.org"}, ["is not https", "--from run.example.org --to 127.0.0.1:8000"]),
         ({"public_url": URL, "port": 9000}, ["who serves https", "127.0.0.1:9000", "--tls-cert"]),
         ({"public_url": "run.example.org"}, ["should look like"]),

@@ -182,7 +182,7 @@ def write(out: Path, answers: Answers) -> list[str]:
     options = f" --public-url {answers.address} --behind-proxy" if answers.address else ""
     lines = [f"{out} is written, and the run's keys are in {folder / 'keys'}: keep a backup, show them to nobody."]
     if answers.address:
-        name = urlsplit(answers.address).hostname
+        name = in_url(urlsplit(answers.address).hostname or "")
         here = f"{in_url(loopback())}:8000"
         lines.append(f"For https, in another terminal: sudo caddy reverse-proxy --from {name} --to {here}")
     lines += [f"Next: volunteer-kit doctor {out}", f"Then: volunteer-kit host {out}{options}"]

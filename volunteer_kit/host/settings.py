@@ -144,7 +144,7 @@ def is_for_others(maddr: str) -> bool:
 
 
 def _needs_https(what: str, settings: HostSettings) -> str:
-    name = urlsplit(settings.public_url or "").hostname or "run.example.org"
+    name = in_url(urlsplit(settings.public_url or "").hostname or "run.example.org")
     port = settings.port or AUTHORITY_PORT
     return (
         f"{what}, and volunteers show their login to the authority: it has to be https.\n"

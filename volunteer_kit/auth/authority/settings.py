@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from volunteer_kit.addressing import in_url
 from volunteer_kit.auth.access_token import MAX_LIFETIME
 from volunteer_kit.auth.moderation import Allowlist
 
@@ -87,6 +88,6 @@ def require_https(url: str) -> str:
         raise AuthorityError(
             f"The authority's address {url} is not encrypted, and logins would pass there.\n"
             "1. Give the authority a certificate (--tls-cert, --tls-key), or put a proxy with one before it.\n"
-            f"2. Write its address in the run file as https://{host}"
+            f"2. Write its address in the run file as https://{in_url(host)}"
         )
     return url.rstrip("/")
