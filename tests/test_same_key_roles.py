@@ -9,14 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import nursery
 from tests.local_swarm import ROOT, LocalPeer
 from tests.monitored import SMALLER, monitored
 from tests.test_hf_failures import Trainers, step_of, trainers
 from volunteer_kit.run_reader import find_run_file
+from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.identity import ensure_identity
-from volunteer_kit.swarm.same_key import Sharing, TwinWatch
+from volunteer_kit.swarm.same_key import SKEW, Sharing, TwinWatch
+from volunteer_kit.training.hf_config import read_hivemind_config
+from volunteer_kit.training.hf_member import Member
 
 HERE = "/ip4/127.0.0.1/tcp/0"
 WITHIN = 240.0  # s; some 30, but on a busy machine
@@ -98,7 +102,7 @@ def test_the_later_of_two_first_peers_ends_and_the_other_goes_on(first_peers, tm
     known = ",".join(first_peers(key=tmp_path / "third.key").said_of("ready")["maddrs"])
     first = first_peers("--initial-peers", known)
     assert first.said_of("ready")
-    time.sleep(10)  # s by which clocks may differ: whoever ended as the other began is no twin
+    time.sleep(SKEW + 2)  # who ended as the other began is no twin
     later = first_peers("--initial-peers", known)
     assert "this one ends" in later.said_of("over") and "It came later" in first.said_of("warning")
     assert not any("over" in event for event in first.said())
@@ -125,7 +129,7 @@ def test_the_later_of_two_monitors_gives_up_its_key_and_the_other_goes_on(tmp_pa
         first = run.monitor(name="first", wait=False)
         first.ready()
         shutil.copytree(tmp_path / "first", tmp_path / "later", ignore=lambda *_: {"monitor.lock"})
-        time.sleep(10)
+        time.sleep(SKEW + 2)
         later = run.monitor(name="later", wait=False)
         assert later.process.wait(WITHIN) == 2
         assert "Start this monitor again: it makes a key of its own" in later.log.read_text()
@@ -146,6 +150,31 @@ def begin(swarm: Trainers, number: int, **dht: object) -> LocalPeer:
     peer = swarm.load()
     swarm.begin(peer, number, dht={"initial_peers": invited, **dht})
     return peer
+
+
+@pytest.mark.parametrize(
+    ("initial_peers", "is_there", "words"),
+    [
+        ([], True, "Others join by this peer's key"),
+        (["/ip4/127.0.0.1/tcp/9/p2p/QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"], False, '"identity_path" in'),
+    ],
+    ids=["the one by whom others join", "a key that cannot be moved"],
+)
+def test_a_trainer_that_can_take_no_other_key_refuses_in_words(tmp_path, initial_peers, is_there, words):
+    path = tmp_path / "identity.key"
+    if is_there:
+        ensure_identity(path)
+    dht = {"identity_path": str(path), "initial_peers": initial_peers}
+    config = read_hivemind_config({"dht": dht, "opt": {"run_id": "ours", "target_batch_size": 8}})
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    how = {"max_grad_norm": None, "max_steps": 5, "epoch": 0, "schedule": "constant"}
+    member = Member(config, model, optimizer, schedule, lambda: (0, 0.0, ()), **how)
+    with pytest.raises(SwarmError, match=words) as told:
+        member.give_up_key()
+    assert told.value.kind == "identity_taken" and "and was here before" in str(told.value)
+    assert path.exists() == is_there
 
 
 @pytest.mark.slow
@@ -169,7 +198,7 @@ def test_a_trainer_that_finds_its_twin_later_comes_back_under_a_new_key(tmp_path
         swarm.begin(swarm.load(), 0)
         second = begin(swarm, 1, identity_path=str(key), check_if_identity_free=False)
         step_of(second, after=0, group_size=2)
-        time.sleep(10)
+        time.sleep(SKEW + 2)
         twin = begin(swarm, 2, identity_path=str(copy), check_if_identity_free=False)
         step_of(twin, after=0, group_size=3)
         assert "and was here before" in twin.said and "This one takes a key of its own" in twin.said
