@@ -25,6 +25,7 @@ door.FAREWELL, door.SERVE_FOR, door.MEET_WITHIN, door.TROUBLES = 0.3, 0.1, 0.1, 
 answer, others, goodbye = eval(sys.argv[1])
 
 class Monitor:
+    why_over = answer if isinstance(answer, str) else None
     def __init__(self, run, home, keys, addresses, **_):
         self.run = run
         print("peers", *addresses.initial_peers, flush=True)
@@ -48,7 +49,8 @@ app(["monitor", *sys.argv[2:]])
 
 
 def act(folder: Path, stand_in: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """:param stand_in: its answer to the order, None: its turns fail; who else is there; s that its goodbye takes"""
+    """:param stand_in: its answer to the order, None: its turns fail, a text: why it has to end; who else
+    is there; s that its goodbye takes"""
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, stand_in, *words], capture_output=True, text=True, cwd=folder, timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -98,3 +100,9 @@ def test_an_order_that_nobody_would_hear_is_not_given(host):
 def test_what_ended_a_monitor_is_seen_however_long_its_goodbye_takes(host):
     done = act(host, "(None, [], 30)", "watch", "demo")
     assert done.returncode == 1 and "the floor is wet" in done.stderr
+
+
+@pytest.mark.parametrize("goodbye", [0.0, 30.0])
+def test_a_monitor_whose_key_another_one_has_ends_and_says_why(host, goodbye):
+    done = act(host, f"('Another monitor has its key.', [], {goodbye})", "watch", "demo")
+    assert done.returncode == 2 and done.stderr.count("Another monitor has its key.") == 1, done
