@@ -102,7 +102,7 @@ def _places(name: str, pattern: str, addresses: AddressPolicy) -> list[str]:
 
 
 def remote_places(name: str, addresses: AddressPolicy) -> list[str]:
-    """Of an hf://, s3:// or gs:// URL; nothing is looked for where somebody else named it. Raises DataError."""
+    """Shards that an hf://, s3:// or gs:// URL names; not listed where somebody else named it. Raises DataError."""
     store = scheme_of(name)
     name += "*.tar" if name.endswith("/") else ""
     if store and not addresses.is_foreign:

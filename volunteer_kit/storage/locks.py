@@ -68,8 +68,8 @@ def _flock(descriptor: int, shared: bool) -> None:
 
 
 def _record_lock(descriptor: int, shared: bool) -> None:
-    """Of the whole file. A plain POSIX lock, all that macOS has, is the process's own: its forked children do not hold
-    it, and it is gone once the process closes any descriptor of the file."""
+    """Lock the whole file. A plain POSIX lock, all that macOS has, is the process's own: its forked children do not
+    hold it, and it is gone once the process closes any descriptor of the file."""
     if not hasattr(fcntl, "F_OFD_SETLK"):
         fcntl.lockf(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         return
@@ -140,7 +140,7 @@ class LockFile:
 
     @property
     def descriptor(self) -> int:
-        """Of the file, while the lock is held. Raises RuntimeError if it is not."""
+        """The locked file's. Raises RuntimeError if it is not locked."""
         if self._descriptor is None:
             raise RuntimeError(f"{self.path} is not locked")
         return self._descriptor

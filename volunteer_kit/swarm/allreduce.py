@@ -185,8 +185,8 @@ class SwarmAllReduce(AwaitedAnswers):
 
     @property
     def _is_unheard(self) -> bool:
-        """Of several others none has sent us anything: it is our own line, or program, that takes nothing in. A group
-        of two is no evidence: the other may have died."""
+        """None of several others has sent us anything: our own line, or program, takes nothing in. A group of two is
+        no evidence: the other may have died."""
         others = set(self.sender_peer_ids) - {self.peer_id}
         return len(others) > 1 and not others & self.active_senders
 

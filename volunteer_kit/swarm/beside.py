@@ -201,7 +201,7 @@ class BesideGradients:
         return torch.zeros(count, ENDS, **FLOAT32).share_memory_()
 
     def note(self, had_gradient: Sequence[bool]) -> None:
-        """Of a microbatch that is accumulated."""
+        """Note which parameters had a gradient in a microbatch that is accumulated."""
         self._used |= torch.tensor(had_gradient, dtype=torch.bool, device="cpu")
 
     def take_back(self, tensor: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class BesideGradients:
         return bool((came & (values != 0)).any())
 
     def read(self, tensor: torch.Tensor) -> CameBeside:
-        """Of a round. What is lost counts as used, and buffers stay as they were."""
+        """Read the average of a round. A lost number counts as used, and lost buffers stay as they were."""
         came, values = _read(tensor)
         count, buffers = len(self._used), None
         if self._buffers is not None and len(self._buffers):

@@ -90,8 +90,8 @@ class ClockWatch:
             self._is_confirmed = True
 
     def believe_unless_denied(self) -> None:
-        """Nobody is there to be asked. A virtual machine that was stopped whole has got the true time by its jump, and
-        would stand still for ever."""
+        """Believe the clock where no other peer can be asked. A virtual machine that was stopped whole has the true
+        time after its jump, and would stand still for ever."""
         since = self._wrong_since
         if since is not None and not self._is_confirmed and self._awake() - since > UNDENIED:
             self._right, self._wrong_since = self._wall() - self.running(), None

@@ -418,8 +418,8 @@ class SwarmProgressTracker(ProgressTracker):
         )
 
     def _note_uncallable(self, others: Sequence[LocalTrainingProgress]) -> None:
-        """Of all that say something plausible: peers that never meet are soon so far apart that epochs are no longer
-        believed."""
+        """Count all others that say something plausible: peers that never meet are soon so far apart that epochs are
+        no longer believed."""
         is_nobody_callable = self.client_mode and all(claim.client_mode for claim in others)
         self.num_uncallable = len(others) if is_nobody_callable else 0
 

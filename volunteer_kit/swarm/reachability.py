@@ -83,7 +83,7 @@ class Machine:
 
 
 def families_here() -> frozenset[str]:
-    """Of all addresses on this machine's network cards, loopback included."""
+    """The address families on this machine's network cards, loopback included."""
     cards = psutil.net_if_addrs().values()
     found = (as_ip(entry.address) for card in cards for entry in card)
     return frozenset(_family(address) for address in found if address is not None)
@@ -137,7 +137,7 @@ def place_of(maddr: str, found: Collection[IPAddress] = ()) -> Place:
 
 
 def resolve(names: Collection[str], within: float = RESOLVED_WITHIN) -> dict[str, list[IPAddress]]:
-    """Of all families. A name that is not known, or not in time, is not in it."""
+    """Addresses of each name, in all families. A name that does not resolve in time is left out."""
     found: dict[str, list[IPAddress]] = {}
 
     def look_up(name: str) -> None:
@@ -212,8 +212,8 @@ def by_answers(
 
 
 def majority(answers: Sequence[str]) -> bool | None:
-    """Of those that have tried, whether more reached this machine than did not. None: as many, or nobody tried; then
-    its addresses decide. One that lies is outvoted, and alone costs no more than a wrong guess does."""
+    """Whether more of those that tried reached this machine than did not. None: as many, or nobody tried; then its
+    addresses decide. One that lies is outvoted, and alone costs no more than a wrong guess does."""
     reached, not_reached = answers.count(REACHED), answers.count(NOT_REACHED)
     return None if reached == not_reached else reached > not_reached
 

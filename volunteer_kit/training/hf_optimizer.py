@@ -188,7 +188,7 @@ def _in_form_of(value: Any, first: Any) -> Any:
 
 
 def _form(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each parameter's statistics: their names, and what each is."""
+    """Names of each parameter's statistics, and what each is."""
     return [
         {name: (tuple(value.shape), value.dtype) if torch.is_tensor(value) else "number" for name, value in own.items()}
         for own in (optimizer.state.get(p, {}) for p in parameters_of(optimizer))

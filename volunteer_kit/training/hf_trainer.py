@@ -98,7 +98,6 @@ class SwarmCallback(TrainerCallback):
         self.config: HivemindConfig = hivemind_config if is_read else read_hivemind_config(hivemind_config)
         refuse_other_ways(trainer)
         self.trainer, self.member = trainer, None
-        self._entered_with: AcceleratedOptimizer | None = None  # of the last stay
         self._at_hand: tuple[int, float, Sequence[Hashable]] = (0, 0.0, ())  # of the gradients: samples, weight, names
         self._last_step = self._joined_at = 0  # of the swarm's steps
         self._steps = self._samples = 0  # of this peer, since train() began
@@ -252,8 +251,7 @@ class SwarmCallback(TrainerCallback):
         self.member = member
         ours = AcceleratedOptimizer(member.step, device_placement=False, scaler=trainer.accelerator.scaler)
         own = trainer.accelerator._optimizers
-        own[:] = [ours if one in (wrapped, self._entered_with) else one for one in own] or [ours]
-        self._entered_with = ours
+        own[:] = [ours if one is wrapped else one for one in own] or [ours]
         trainer.optimizer = trainer.callback_handler.optimizer = ours
         self._clip = trainer.accelerator.clip_grad_norm_
         trainer.accelerator.clip_grad_norm_ = lambda *_, **__: member.clip.norm  # the swarm's gradient is clipped
