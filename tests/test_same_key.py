@@ -23,7 +23,7 @@ OWN = Instance(OURS, BEGAN, NOW)
     [
         (None, Sharing.ALONE),
         (Instance(OURS, BEGAN, NOW - 15), Sharing.ALONE),  # our own record
-        (Instance(OURS, BEGAN, NOW - 7), Sharing.LATER),  # a machine that was cloned while it ran
+        (Instance(OURS, BEGAN, NOW - 7), Sharing.CLONED),  # a machine that was cloned while it ran
         (Instance(THEIRS, BEGAN - 500, BEGAN - 1), Sharing.ALONE),  # the program before us on this machine
         (Instance(THEIRS, BEGAN - 500, BEGAN + SKEW), Sharing.ALONE),  # the same, by a clock that differs
         (Instance(THEIRS, BEGAN - 500, BEGAN + SKEW + 1), Sharing.LATER),  # it was here before, and still is

@@ -156,7 +156,7 @@ class Lookout:
         sharing = self._key.look()
         if sharing is Sharing.ALONE:
             return
-        if sharing is Sharing.LATER and not self.must_change_key:
+        if sharing.must_yield and not self.must_change_key:
             self.must_change_key, self._shared_since = True, time.monotonic()
             self.why_renew = self.why_renew or (
                 "Another machine takes part under the key of this one, and was here before: a folder was copied, or a "

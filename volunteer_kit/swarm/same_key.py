@@ -43,6 +43,12 @@ class Sharing(enum.Enum):
     ALONE = "alone"
     FIRST = "first"  # another one came later
     LATER = "later"  # another one was here before
+    CLONED = "cloned"  # the machine was cloned while the program ran: neither was here before the other
+
+    @property
+    def must_yield(self) -> bool:
+        """Where another key serves as well, this program takes one."""
+        return self in (Sharing.LATER, Sharing.CLONED)
 
 
 def judge(own: Instance, found: Instance | None, wrote: Collection[float], skew: float = SKEW) -> Sharing:
@@ -51,8 +57,8 @@ def judge(own: Instance, found: Instance | None, wrote: Collection[float], skew:
     :param skew: s by which clocks, and the end of a program, may differ"""
     if found is None or (found.id == own.id and found.written in wrote):
         return Sharing.ALONE
-    if found.id == own.id:  # a machine that was cloned while we ran: neither was here before the other
-        return Sharing.LATER
+    if found.id == own.id:
+        return Sharing.CLONED
     if found.written > own.written + SKEW:  # dated by a clock that was wrong, ours perhaps before we began afresh
         return Sharing.ALONE
     if found.written <= own.started + skew:  # it ended when we began: the program before us on this machine
@@ -115,7 +121,7 @@ class KeyWatch:
 
 
 # A run's first peer is known by its peer id, so it can take no other key: the later one of two ends. Where neither is
-# the later one, for the machine was cloned while it ran, both do, and whoever hosts the run starts one again.
+# the later one both go on, or nobody could join until somebody looks.
 OF_FIRST_PEERS = {
     Sharing.FIRST: (
         f"Another machine has a first peer of this run under the key of this one: {HOW_COME}. It came later, and ends; "
@@ -128,13 +134,18 @@ OF_FIRST_PEERS = {
         "2. If this machine shall take its place, end the other one first; then give the same command here again.\n"
         "3. For a run of its own, with other keys and another run_id: volunteer-kit host init"
     ),
+    Sharing.CLONED: (
+        "This machine was cloned while it ran: another one has a first peer of this run under the key of this one. "
+        "Volunteers reach now one and now the other.\n"
+        "1. End one of the two."
+    ),
 }
 
 
 class TwinWatch:
     """A thread that looks for other programs under this peer's key every LOOK_EVERY s, the first time at once.
 
-    :param tell: gets FIRST or LATER, each once; called in the thread
+    :param tell: gets each that is not ALONE, once; called in the thread
     :param may_look: False: not now, for this machine's clock is wrong, and a record that it dates would stand as long
         as it is ahead
     """

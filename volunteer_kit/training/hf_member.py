@@ -185,7 +185,7 @@ class Member:
 
     def _take_twin(self, sharing: Sharing) -> None:
         """In a thread of its own."""
-        if sharing is Sharing.LATER:
+        if sharing.must_yield:
             self.must_change_key = True
         else:
             say(
