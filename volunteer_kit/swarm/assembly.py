@@ -96,7 +96,9 @@ class AssembledOptimizer(hivemind.Optimizer):
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> SwarmProgressTracker:
         options = self.options
-        limits = Limits(target_batch_size, options.max_samples_per_second, options.min_epoch_seconds)
+        limits = Limits(
+            target_batch_size, options.max_samples_per_second, options.min_epoch_seconds, options.claim_inflation
+        )
         tracker = SwarmProgressTracker(
             self.dht,
             self.run_id,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 
 from hivemind.p2p import PeerID
@@ -26,11 +26,15 @@ EPOCHS_KNOWN = 2  # of each peer: with delay_grad_averaging it claims samples of
 @dataclass(frozen=True)
 class Worth:
     """What a peer claimed in the last epochs, and what of it there was, in samples; and what share is believed since
-    it came into a round with less than half of its claim."""
+    it came into a round with far less than its claim.
+
+    :ivar inflation: times what it weighs that a claim may be
+    """
 
     claimed: float = 0.0
     delivered: float = 0.0
     caught: float = 1.0
+    inflation: float = INFLATION
 
     def after(self, claimed: float, delivered: float, expected: float = 0.0) -> Worth:
         """With one epoch more. Who delivers more than it claimed earns nothing for later lies.
@@ -40,15 +44,16 @@ class Worth:
         :param expected: samples that it was taken to have at last, by what it claimed and how fast it said to be; it
             can be more than honest claims without a lie, when the others' round begins before ours
         """
-        lied = 0 < INFLATION * delivered < claimed
+        lied = 0 < self.inflation * delivered < claimed
         caught = min(self.caught, delivered / claimed) if lied else min(1.0, self.caught + FORGIVEN * (delivered > 0))
         most = max(claimed, expected)
-        return Worth(DECAY * self.claimed + most, DECAY * self.delivered + min(delivered, most), caught)
+        claimed, delivered = DECAY * self.claimed + most, DECAY * self.delivered + min(delivered, most)
+        return replace(self, claimed=claimed, delivered=delivered, caught=caught)
 
     @property
     def share(self) -> float:
-        """Of its claims that is believed: all, unless they were more than twice what came of them."""
-        if self.claimed <= INFLATION * self.delivered:
+        """The part of its claims that is believed: all, unless they were far more than what came of them."""
+        if self.claimed <= self.inflation * self.delivered:
             return self.caught
         return min(self.caught, self.delivered / self.claimed)
 
@@ -73,12 +78,13 @@ class Claim:
 class Claims:
     """What peers claimed, and what it was worth. One thread notes claims, another settles rounds."""
 
-    def __init__(self):
+    def __init__(self, inflation: float = INFLATION):
+        self._unknown = Worth(inflation=inflation)
         self._known: OrderedDict[PeerID, dict[int, Claim]] = OrderedDict()  # by epoch
         self._worth: dict[PeerID, Worth] = {}
 
     def share(self, peer: PeerID) -> float:
-        return self._worth.get(peer, Worth()).share
+        return self._worth.get(peer, self._unknown).share
 
     def is_new(self, peer: PeerID) -> bool:
         """Others have been in rounds with us, and this one has not."""
@@ -123,5 +129,5 @@ class Claims:
         for peer, claim in claims.items():
             delivered, expected = weights.get(peer, 0.0), min(claim.expected, MOST * target)
             trust = 0.0 if delivered else TRUST * usual
-            worth = self._worth.get(peer, Worth(trust, trust))
+            worth = self._worth.get(peer, replace(self._unknown, claimed=trust, delivered=trust))
             self._worth[peer] = worth.after(claim.samples, delivered, expected)

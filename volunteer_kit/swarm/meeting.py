@@ -32,6 +32,7 @@ class MeetingOptimizer(VerifyingOptimizer):
 
     takes_turns = False  # a step holds fewer batches than there are peers
     _counts_on = -1, CountsOn.SHARES  # in that epoch
+    _looked_in = -1  # the epoch in which we know who is at work
     _next_begun_lookup = 0.0  # time.monotonic(), of whether the others' round has begun without us
 
     def __init__(self, **parts: Any):
@@ -104,6 +105,9 @@ class MeetingOptimizer(VerifyingOptimizer):
         tracker, target, epoch, counted_on = self.tracker, self.target_batch_size, -1, CountsOn.SHARES
         if self.delay_grad_averaging or batch <= 0:
             return
+        if self._looked_in != self.local_epoch and tracker.global_progress.num_peers > 1:
+            self._looked_in = self.local_epoch  # a step may take less time than lies between two looks
+            tracker.look_again(timeout=LOOK)
         ahead = TOLD_WITHIN + batch / max(tracker.performance_ema.samples_per_second, SLOWEST)
         try:
             while self.cut_off is None and (last_epoch is None or self.local_epoch < last_epoch):
@@ -118,7 +122,9 @@ class MeetingOptimizer(VerifyingOptimizer):
                     told = time.monotonic()
                     least = FIRST_PATIENCE if any(other.usual is None for other in others) else TURN_PATIENCE
                     patience = max(least, PATIENCE_SHARE * tracker.seconds_in_epoch) * (1 + place)
-                    deadline = told + patience + seconds_of_others(batch, target, others, ahead)
+                    deadline = told + patience
+                    if counted_on is CountsOn.SHARES:
+                        deadline += seconds_of_others(batch, target, others, ahead)
                     tracker.wait_in(epoch)
                 if time.monotonic() > deadline:
                     self._counts_on = epoch, LESS[counted_on]

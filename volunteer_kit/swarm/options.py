@@ -48,6 +48,8 @@ class SwarmOptions:
     :param verbose: say in the log when epochs and rounds begin
     :param min_epoch_seconds: s; a peer that claims epochs faster than this is not believed. Lower it for models so
         small that their epochs are shorter
+    :param claim_inflation: times what a peer's samples weigh in a round that its claim of them may be; more where
+        samples are of different lengths, or a batch of short ones is taken for a lie
     :param alone_after: s of silence after which a peer that joined others takes them for gone, and goes on alone; None:
         never, for its own line may be dead, and what it does meanwhile is lost
     :param marks_unused: a parameter of which no member had a gradient is left alone, as a plain trainer does, and the
@@ -77,6 +79,7 @@ class SwarmOptions:
     clips: bool = True
     verbose: bool = False
     min_epoch_seconds: float = 0.2
+    claim_inflation: float = 2.0
     alone_after: float | None = None
     marks_unused: bool = False
     refresh_period: float = 0.5

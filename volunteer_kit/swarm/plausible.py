@@ -23,11 +23,13 @@ class Limits:
     :param max_samples_per_second: of one peer; a generous bound of the fastest machine anybody may bring
     :param target_batch_size: samples of an epoch; nobody can have accumulated many times of it
     :param min_epoch_seconds: the swarm cannot do epochs faster than this
+    :param inflation: times what it weighs in the round that a claim may be
     """
 
     target_batch_size: int
     max_samples_per_second: float = 10_000.0
     min_epoch_seconds: float = 0.2
+    inflation: float = 2.0
 
 
 def is_plausible(claim: LocalTrainingProgress, limits: Limits, now: float, lifetime: float) -> bool:

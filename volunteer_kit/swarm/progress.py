@@ -35,7 +35,7 @@ NEAR = 2  # epochs behind: who makes up for a round is here for the next
 NEWCOMER = 10.0  # s that a member without samples is taken for one that is about to have some
 SLOWEST, WAITS = 1e-9, 0.0  # samples/s: of a device that computes at least, and of one that waits for others
 LAST_ROUNDS = 3  # that tell what a peer brings to a step
-MORE_THAN_BROUGHT = 1.25  # times as much as that, it can be
+KEPT_WORD = 0.25  # of its claim, that a weight is at least: samples differ in what they weigh
 LATE = 5.0  # s without a word; clocks may differ by 3
 LOOK_PATIENCE = 3.0  # s, for a look while a round waits
 # of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
@@ -44,21 +44,37 @@ SAID_SHARE, LOOKED_SHARE, LONGEST_PERIOD = 1 / 20, 1 / 30, 2.0
 
 
 class PacedEvent(threading.Event):
-    """An event that lets itself be set once a `period` (s), or at any time while `urgent`."""
+    """An event that is set once a `period` (s), or at any time while `urgent`. What is set too early is set later: the
+    last microbatch of a step would never be told otherwise."""
 
     def __init__(self, period: float):
         super().__init__()
         self.period, self.urgent = period, True
-        self._last = float("-inf")
+        self._last, self._is_owed = float("-inf"), False
 
     def set(self) -> None:
-        if self.urgent or time.monotonic() - self._last >= self.period:
+        if self.urgent or self._is_due:
             self.urgent = False
             super().set()
+        else:
+            self._is_owed = True
 
     def clear(self) -> None:
-        self._last = time.monotonic()
+        self._last, self._is_owed = time.monotonic(), False
         super().clear()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not super().wait(max(0.0, min(end - time.monotonic(), self.period))):
+            if self._is_owed and self._is_due:
+                super().set()
+            elif time.monotonic() >= end:
+                return False
+        return True
+
+    @property
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._last >= self.period
 
 
 class SwarmProgressTracker(ProgressTracker):
@@ -112,7 +128,7 @@ class SwarmProgressTracker(ProgressTracker):
         self._in_common = self._own_epoch  # the last that we know for certain to have been the swarm's, and when
         self._saw_it_begin = False  # that epoch
         self._durations: deque[float] = deque(maxlen=DURATIONS)  # s, of the last epochs that we saw begin and end
-        self.claims, self._typical_speed = Claims(), math.inf
+        self.claims, self._typical_speed = Claims(limits.inflation), math.inf
         self.speed_limit: Callable[[PeerID, float], float | None] = lambda peer, seconds: None
         super().__init__(dht, prefix, target_batch_size, start=False, **kwargs)
         self.should_report_progress = PacedEvent(report_period)
@@ -158,7 +174,7 @@ class SwarmProgressTracker(ProgressTracker):
             else:  # a microbatch of minutes: told with the old time it would be taken for a lie
                 claim = claim.copy(update={"time": last_report})
             # not by the claim: where epochs are short it is always one of a beginning, with no samples yet
-            if self.may_date() and (self._attends or self._trained >= self.global_epoch - 1):
+            if self.may_date() and (self._attends or self._waits or self._trained >= self.global_epoch - 1):
                 key, expiration = self.training_progress_key, last_report + self.metadata_expiration
                 self.dht.store(key, claim.dict(), expiration, subkey=self._local_public_key, return_future=True)
 
@@ -168,9 +184,13 @@ class SwarmProgressTracker(ProgressTracker):
         ours = self.local_progress
         most = MOST_SAID * self.limits.target_batch_size
         said = {"samples_accumulated": min(ours.samples_accumulated, most)}
-        if ours.epoch == self._waiting_in:  # or others would count on what does not come, or take us for gone
+        if self._waits:  # or others would count on what does not come, or take us for gone
             said |= {"samples_per_second": WAITS, "time": get_dht_time()}
         return ours.copy(update=said)
+
+    @property
+    def _waits(self) -> bool:
+        return self.local_progress.epoch == self._waiting_in
 
     def wait_in(self, epoch: int | None) -> None:
         """No samples of ours come in this epoch for now, and all know. None: they come again."""
@@ -187,8 +207,9 @@ class SwarmProgressTracker(ProgressTracker):
         return time.monotonic() - self._own_epoch[1]
 
     def others_at_work(self, epoch: int) -> tuple[int, list[Other]]:
-        """Our place in this epoch's order, and the others who compute samples for it."""
-        at_work = {PeerID(claim.peer_id): claim for claim in self._at_work}
+        """Our place in this epoch's order, and the others who compute samples for it. Those that are believed less than
+        they say are left out: the step needs more samples than they will say that they have."""
+        at_work = {PeerID(claim.peer_id): claim for claim in self._at_work if self._is_believed(claim)}
         order = sorted([self.dht.peer_id, *at_work], key=PeerID.to_bytes)
         places = {peer: (number - epoch) % len(order) for number, peer in enumerate(order)}
         others = []
@@ -201,7 +222,6 @@ class SwarmProgressTracker(ProgressTracker):
                     waits=is_there and claim.samples_per_second == WAITS,
                     place=places[peer],
                     speed=self._speeds.get(peer, 0.0),
-                    is_believed=self._is_believed(claim),
                 )
             )
         return places[self.dht.peer_id], others
@@ -331,7 +351,7 @@ class SwarmProgressTracker(ProgressTracker):
         brought = self._brought.get(PeerID(claim.peer_id))
         if not brought:
             return samples
-        return min(samples, max(0.0, MORE_THAN_BROUGHT * max(brought) - claim.samples_accumulated))
+        return min(samples, max(0.0, max(brought) - claim.samples_accumulated))
 
     def settle_round(self, epoch: int, group: Iterable[PeerID], weights: Mapping[PeerID, float]) -> None:
         """What the claims of `epoch` were worth in its round, and who came to it.
@@ -342,8 +362,11 @@ class SwarmProgressTracker(ProgressTracker):
         if 2 * len(group) > self.global_progress.num_peers:  # else it is we who may be apart
             self._in_common = epoch + 1, time.monotonic()
         self.claims.settle(epoch, group, weights, self.target_batch_size)
-        for peer, samples in weights.items():
-            self._brought.setdefault(peer, deque(maxlen=LAST_ROUNDS)).append(samples)
+        for peer, weight in weights.items():
+            claim = self.claims.of(peer, epoch)
+            has_kept_word = claim is not None and weight >= KEPT_WORD * claim.samples
+            brought = max(weight, claim.samples) if has_kept_word and weight > 0 else weight
+            self._brought.setdefault(peer, deque(maxlen=LAST_ROUNDS)).append(brought)
             self._brought.move_to_end(peer)
         while len(self._brought) > MAX_PEERS:
             self._brought.popitem(last=False)

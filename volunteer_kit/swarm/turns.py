@@ -30,7 +30,7 @@ class Other:
 
     `samples` that it has of our epoch, as it said last; `usual`: the most that it brought to one of the last rounds,
     None: not known; `waits`: it has done what it means to do, for now; `place` in this epoch's order; `speed` that it
-    says of its device, samples/s, 0: not told; `is_believed`: its samples count here for as many as it says.
+    says of its device, samples/s, 0: not told.
     """
 
     samples: float
@@ -38,7 +38,6 @@ class Other:
     waits: bool
     place: int
     speed: float = 0.0
-    is_believed: bool = True
 
 
 def share_of(place: int, peers: int, batch: float, target: float) -> float:
@@ -68,8 +67,6 @@ def may_compute(
     peers = 1 + len(others)
     if counts_on is CountsOn.NOTHING:
         return True
-    if not all(other.is_believed for other in others):  # the step needs more than they will say that they have
-        return True
     if counts_on is CountsOn.TOLD:
         return own + sum(other.samples for other in others) < target
     if peers == 1 or own + batch <= share_of(place, peers, batch, target) + EVEN * batch:
@@ -89,11 +86,10 @@ def lacking_of(other: Other, peers: int, batch: float, target: float, ahead: flo
 
 
 def seconds_of_others(batch: float, target: float, others: Sequence[Other], ahead: float) -> float:
-    """Time that the slowest of those who said their speed needs for what it is expected to bring; at most `ahead`."""
-    lacking = [
-        lacking_of(other, 1 + len(others), batch, target, ahead) / other.speed for other in others if other.speed > 0.0
-    ]
-    return max(lacking, default=0.0)
+    """Time that the slowest of those who said their speed needs for what it is expected to bring; at most `ahead`. One
+    that would bring less than half a batch by then changes nothing, and is not waited for."""
+    lacking = [(lacking_of(one, 1 + len(others), batch, target, ahead), one.speed) for one in others if one.speed > 0.0]
+    return max((samples / speed for samples, speed in lacking if samples >= batch / 2), default=0.0)
 
 
 def takes_turns(peers: int, batch: float, target: float) -> bool:

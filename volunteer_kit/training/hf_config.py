@@ -48,7 +48,8 @@ SAME = {
 }  # fmt: skip
 CODEC_OF = {"grad_compression": "grad_codec", "state_averaging_compression": "state_codec"}
 # who fine-tunes with one friend goes on when the friend has gone home; and its epochs may be as short as one batch
-AS_TRAINERS_ARE = {"alone_after": 60.0, "min_epoch_seconds": 0.02, "marks_unused": True}  # s
+# s; and a batch of short texts weighs an eighth of its samples at least
+AS_TRAINERS_ARE = {"alone_after": 60.0, "min_epoch_seconds": 0.02, "marks_unused": True, "claim_inflation": 8.0}
 OURS = {"max_mbps", "wait_for_peers"}  # beside hivemind's
 BUILT_HERE = {"optimizer", "params", "scheduler", "dht"}
 # what the kit always does, and therefore needs no saying
