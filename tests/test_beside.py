@@ -166,7 +166,7 @@ def test_local_steps_leave_alone_what_had_no_gradient():
 
 @pytest.mark.parametrize("name", ["mean", "centered_clip", "median", "trimmed_mean", "krum"])
 def test_a_run_may_have_any_rule(name):
-    """What nobody used is told by all of them; what all used as well. A peer without samples counts for nothing."""
+    """All of them learn which parameters nobody used. A peer without samples counts for nothing."""
     used, tensors, beside = [[False, True], [False, True], [False, True], [False, False]], [], []
     for place, each in enumerate(used):
         model = Model()

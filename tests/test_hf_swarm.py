@@ -162,7 +162,7 @@ trainer.train()
 
 
 def test_peers_of_other_batches_that_generate_average_with_each_other(pair):
-    """Of 33 prompts a batch of 4 completions leaves one out, one of 2 none: a pass was 4 steps for one of them and 5
+    """With 33 prompts a batch of 4 completions leaves one out, one of 2 none: a pass was 4 steps for one of them and 5
     for the other, so that their schedules and their fingerprints differed."""
     pytest.importorskip("trl")
     one, other = pair.train(GENERATING)

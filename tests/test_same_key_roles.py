@@ -27,7 +27,7 @@ WITHIN = 240.0  # s; some 30, but on a busy machine
 
 
 class Looks:
-    """What a key's looks find, one after another; the last one again and again."""
+    """Finds one thing after another under a key; the last one again and again."""
 
     def __init__(self, *found: Sharing | Exception):
         self.found, self.count = [*found], 0
@@ -110,7 +110,7 @@ def test_the_later_of_two_first_peers_ends_and_the_other_goes_on(first_peers, tm
 
 @pytest.mark.slow
 def test_a_first_peer_whose_twin_is_at_its_old_address_does_not_start(first_peers):
-    """Nobody else knows of both: volunteers have the address of one or of the other."""
+    """The two have nobody in common: volunteers have the address of one or of the other."""
     address = first_peers().said_of("ready")["maddrs"][0]
     copy = first_peers("--given-out", address)
     assert "this one ends" in copy.said_of("over") and copy.process.wait(60) == 2
@@ -192,7 +192,7 @@ def test_a_trainer_whose_key_another_one_has_takes_a_new_one_at_its_start(tmp_pa
 
 @pytest.mark.slow
 def test_a_trainer_that_finds_its_twin_later_comes_back_under_a_new_key(tmp_path):
-    """Nobody can call either: the look at the start finds none."""
+    """Neither can be called: the look at the start finds none."""
     key, copy = key_and_copy(tmp_path)
     with trainers(tmp_path, 48, max_steps=5000) as swarm:
         swarm.begin(swarm.load(), 0)

@@ -270,6 +270,18 @@ def test_a_thread_of_the_tracker_reports_itself_and_reads_it_back(peer):
         assert tracker.global_progress.num_peers == 1 and tracker.claims_dropped == 0
 
 
+def test_the_last_microbatch_of_a_step_is_told_though_it_came_soon_after_the_word_before(peer):
+    """Nothing follows it that would be told in its place; and where one batch is a step, the others wait for it."""
+    with running_tracker(peer, "last", report_period=2.0, metadata_expiration=600.0) as tracker:
+        tracker.report_local_progress(local_epoch=0, samples_accumulated=4)
+        assert stored_progress(peer, "last")[1].samples_accumulated == 4
+        tracker.report_local_progress(local_epoch=0, samples_accumulated=8)
+        deadline = time.monotonic() + 60
+        while stored_progress(peer, "last")[1].samples_accumulated != 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def test_a_microbatch_of_minutes_is_no_lie(peer):
     """What was reported long ago is told again with the time at which it still holds."""
     with running_tracker(peer, "slow", metadata_expiration=1.0) as tracker:

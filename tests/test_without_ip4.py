@@ -88,7 +88,7 @@ def token_of(name: str) -> str:
 
 
 def at(name: str, *command: str, environment: dict[str, str] | None = None) -> str:
-    """What a program says on this machine."""
+    """The lines that a program says on this machine."""
     done = subprocess.run(
         ["ip", "netns", "exec", name, *command],
         capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=UP,

@@ -23,8 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hivemind.p2p import P2PDaemonError
-
 from volunteer_kit import output
 from volunteer_kit.addressing import LISTEN
 from volunteer_kit.auth.access_token import KeysError
@@ -83,7 +81,7 @@ def _is_up_elsewhere(options: argparse.Namespace) -> bool:
     host has ended what it left behind."""
     try:
         return Path(options.identity_path).is_file() and asyncio.run(is_at(options.identity_path, options.given_out))
-    except P2PDaemonError:  # the peer itself will say why
+    except Exception:  # a daemon that does not start, a damaged key, an address by hand: the peer itself will say why
         return False
 
 

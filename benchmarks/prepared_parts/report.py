@@ -1,4 +1,4 @@
-"""What `volunteer-kit doctor` has printed, and what counts as naming a fault."""
+"""Reads the output of `volunteer-kit doctor`, and judges whether it names a fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(output: Path) -> dict[str, Said]:
 
 @dataclass(frozen=True)
 class Naming:
-    """What has to stand in one finding.
+    """The words that one finding has to hold.
 
     :param words: regular expressions that its text has
     :param ways: those that its ways out have

@@ -168,7 +168,7 @@ def look_at_the_rest(folder: Path) -> Scene:
 
 @contextmanager
 def _first_peer(namespace: str, folder: Path) -> Iterator[list[str]]:
-    """Of an open run, until the end of the block. Gives its addresses."""
+    """Host an open run until the end of the block. Gives its addresses."""
     run, output = _run_file(folder / "host.yaml", []), folder / "host.txt"
     maddrs = [f"/ip4/0.0.0.0/tcp/{PORT}", f"/ip6/::/tcp/{PORT}"]
     words = ["-m", "volunteer_kit", "host", str(run), "--no-authority", "--folder", str(folder / "host")]
@@ -225,7 +225,7 @@ def _run_file(path: Path, peers: Sequence[str], authority: str = "") -> Path:
 
 
 def _certificate(folder: Path) -> tuple[Path, Path]:
-    """Of the server's addresses; good for a clock that is hours off."""
+    """Certify the server's addresses, also for a clock that is hours off."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
     now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
     addresses = [x509.IPAddress(ipaddress.ip_address(one)) for one in (HOST4, HOST6)]

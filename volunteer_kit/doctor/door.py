@@ -41,7 +41,7 @@ class HostSide(NamedTuple):
 
 @dataclass
 class Said:
-    """What a run's others have told about themselves.
+    """The things that a run's others have told about themselves.
 
     :ivar kit_of_host: its kit's version, by its authority; None: it did not answer
     :ivar records: of the peers of an open run; None: they could not be read

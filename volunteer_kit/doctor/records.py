@@ -1,4 +1,4 @@
-"""What the peers of an open run tell a stranger by their records: their kits, the time, and whether another machine
+"""The records of an open run's peers, as a stranger reads them: their kits, the time, and whether another machine
 takes part under this one's key. A run with access control tells its members only."""
 
 from __future__ import annotations

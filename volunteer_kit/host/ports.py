@@ -12,7 +12,10 @@ CLOSING = 5.0  # s
 
 def is_free(port: int, address: str = "") -> bool:
     """Whether a server could listen there now. `address` "": on all of this machine's, IPv4 and IPv6."""
-    found = [_can_bind(host, port) for host in addresses_of(address)]
+    try:
+        found = [_can_bind(host, port) for host in addresses_of(address)]
+    except OSError:  # a name that is not known
+        return False
     return False not in found and True in found
 
 

@@ -30,7 +30,7 @@ from volunteer_kit.runs import RunConfig
 from volunteer_kit.swarm.credit_collector import CreditCollector
 from volunteer_kit.swarm.credit_ledger import CreditLedger
 from volunteer_kit.swarm.identity import give_up_key
-from volunteer_kit.swarm.same_key import HOW_COME, KeyWatch, Sharing, TwinWatch
+from volunteer_kit.swarm.same_key import CLONED, HOW_COME, KeyWatch, Sharing, TwinWatch
 from volunteer_kit.swarm.transfer import StateRefused
 
 CHECKPOINT_EVERY = 10  # epochs
@@ -142,6 +142,9 @@ class Monitor:
                 f"Another monitor of this run works under the key of this one: {HOW_COME}. It came later, and takes a "
                 "key of its own; nothing has to be done here."
             )
+            return
+        if sharing is Sharing.CLONED:
+            self._warn_host(f"{CLONED}\n1. End one of the two monitors.")
             return
         found = f"Another monitor of this run works under the key of this one, and was here before: {HOW_COME}."
         path = self._home.identity

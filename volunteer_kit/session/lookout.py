@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from volunteer_kit.swarm.reach import why_anew
-from volunteer_kit.swarm.same_key import KeyWatch, Sharing
+from volunteer_kit.swarm.same_key import CLONED, KeyWatch, Sharing
 
 if TYPE_CHECKING:
     from volunteer_kit.session import Session
@@ -158,10 +158,10 @@ class Lookout:
             return
         if sharing.must_yield and not self.must_change_key:
             self.must_change_key, self._shared_since = True, time.monotonic()
-            self.why_renew = self.why_renew or (
-                "Another machine takes part under the key of this one, and was here before: a folder was copied, or a "
-                "machine cloned. This machine takes a key of its own after this step. What it gave stays counted."
-            )
+            found = "Another machine takes part under the key of this one, and was here before: a folder was copied, or"
+            found = CLONED if sharing is Sharing.CLONED else f"{found} a machine cloned."
+            after = "This machine takes a key of its own after this step. What it gave stays counted."
+            self.why_renew = self.why_renew or f"{found} {after}"
             self._session.emit("warning", kind="identity", message=self.why_renew)
         elif sharing is Sharing.FIRST and not self._told_of_key:
             self._told_of_key = True

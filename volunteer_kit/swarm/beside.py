@@ -18,6 +18,7 @@ import torch
 
 from volunteer_kit.swarm.codec_wire import FLOAT32
 
+MOST_COUNTED = 2**30  # a counter that is said to be beyond it has not counted
 ENDS = 3  # numbers that one travels as
 ROUNDING = 1e-6  # of a mean of equal numbers
 VARIANCE = "running_var"  # of all of torch's norms
@@ -60,7 +61,7 @@ def initial_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class HeldBuffers:
-    """What all peers hold of a model's buffers, at one that trains nothing and has no model: a monitor.
+    """The buffers that all peers hold of a model, at one that trains nothing and has no model: a monitor.
 
     :param numel: values of all together
 
@@ -171,7 +172,7 @@ def _is_finite(buffer: torch.Tensor) -> bool:
 
 
 def _fitting(values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    return values if buffer.is_floating_point() else values.round()
+    return values if buffer.is_floating_point() else values.round().clamp(-MOST_COUNTED, MOST_COUNTED)
 
 
 @dataclass(frozen=True)

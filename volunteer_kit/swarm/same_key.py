@@ -120,6 +120,7 @@ class KeyWatch:
         return sharing
 
 
+CLONED = "This machine was cloned while it ran: another one takes part under the same key."
 # A run's first peer is known by its peer id, so it can take no other key: the later one of two ends. Where neither is
 # the later one both go on, or nobody could join until somebody looks.
 OF_FIRST_PEERS = {

@@ -17,7 +17,7 @@ EVEN = 1e-6  # of a batch: floats
 
 
 class CountsOn(enum.Enum):
-    """What of the others' a peer still counts on, the longer it has waited for them."""
+    """How much of the others' samples a peer counts on: less, the longer it has waited for them."""
 
     SHARES = "what they are expected to bring"
     TOLD = "what they say that they have"

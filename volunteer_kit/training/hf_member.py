@@ -27,7 +27,7 @@ from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
 from volunteer_kit.swarm.peer import Peer, once_more, start_peer
 from volunteer_kit.swarm.reach import is_private
 from volunteer_kit.swarm.records import PeerBoard, PeerRecord
-from volunteer_kit.swarm.same_key import HOW_COME, KeyWatch, Sharing, TwinWatch
+from volunteer_kit.swarm.same_key import CLONED, HOW_COME, KeyWatch, Sharing, TwinWatch
 from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
 from volunteer_kit.training.hf_config import HivemindConfig
 from volunteer_kit.training.hf_optimizer import Clip, Count, Schedule, SwarmStep, hand_over, moved, parameters_of
@@ -98,7 +98,9 @@ class Member:
         self._told_of_refused: set[str] = set()
         self._loudness: int | None = None  # of hivemind's log, before us
         self.must_change_key = False
+        self._is_first = not config.peer.initial_peers  # others join by its key
         self._twins: TwinWatch | None = None
+        self._twin = Sharing.ALONE  # how we stand to another program under our key
         self._closing, self._news = threading.Event(), threading.Event()
         self._recording = threading.Thread(target=self._keep_record, name="record", daemon=True)
 
@@ -185,8 +187,10 @@ class Member:
 
     def _take_twin(self, sharing: Sharing) -> None:
         """In a thread of its own."""
-        if sharing.must_yield:
-            self.must_change_key = True
+        if sharing is Sharing.CLONED and self._is_first:
+            say(f"{CLONED} Others reach now one and now the other.\n1. End one of the two.")
+        elif sharing.must_yield:
+            self._twin, self.must_change_key = sharing, True
         else:
             say(
                 f"Another peer takes part under the key of this one: {WHY_SHARED}. It came later, and takes a key of "
@@ -194,14 +198,16 @@ class Member:
             )
 
     def give_up_key(self) -> str:
-        """Another peer takes part under it, and was here before: the next stay is under a new one.
+        """Another peer takes part under it, and did not come later: the next stay is under a new one.
 
         :returns: that, in words
         Raises SwarmError (identity_taken) where that cannot be.
         """
         path = self.config.peer.identity_path
         found = f"Another peer takes part under the key of this one, and was here before: {WHY_SHARED}."
-        if not self.config.peer.initial_peers:
+        if self._twin is Sharing.CLONED:
+            found = CLONED
+        if self._is_first:
             raise SwarmError(
                 f"{found} Others join by this peer's key, so it cannot take another one while it runs.\n"
                 f"1. End the other one, or\n2. give this one a key of its own: mv {shlex.quote(path)} "
@@ -280,8 +286,9 @@ class Member:
         averager._update_scheduler()
 
     def go_on_from(self, before: Member) -> None:
-        """What it has given, as the same peer when it was here last."""
+        """Count on from what the same peer had given when it was here last."""
         self.samples, self.rounds, self.loss, self.last = before.samples, before.rounds, before.loss, before.last
+        self._is_first = before._is_first
 
     # --- being here ---
 

@@ -179,7 +179,7 @@ def _complete(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _in_form_of(value: Any, first: Any) -> Any:
-    """What a statistic began with, in the form that steps leave it: transformers' Adafactor begins with the number 0
+    """The first value of a statistic, in the form that steps leave it: transformers' Adafactor begins with the number 0
     and goes on with a tensor, and a state whose places change could be given to nobody."""
     if isinstance(value, torch.Tensor):
         begun = torch.as_tensor(first, dtype=value.dtype, device=value.device)

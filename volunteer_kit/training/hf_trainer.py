@@ -189,8 +189,8 @@ class SwarmCallback(TrainerCallback):
         return sys.maxsize, self._data.steps, *values, max_steps
 
     def _steps_of_a_pass(self, args: TrainingArguments, dataloader: Any, own_steps: int) -> int:
-        """Of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size, which is the same for
-        all, whatever their batches."""
+        """Steps of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size. All peers have the
+        same number, whatever their batches."""
         size, target = self.trainer._train_batch_size, self.config.options.target_batch_size
         is_whole = size * args.gradient_accumulation_steps == target
         generated = self._examples.steps_of_generating(target)
@@ -270,16 +270,18 @@ class SwarmCallback(TrainerCallback):
             configs.append(replace(again, peer=replace(again.peer, initial_peers=[])))
         configs.append(replace(again, peer=replace(again.peer, host_maddrs=self.config.peer.host_maddrs)))
         self._leave()
-        for config in itertools.cycle(configs):
-            try:
-                self._enter(config, args, state, model, dataloader, wrapped)
-                break
-            except SwarmError as error:
-                if error.kind not in PASSING:
-                    raise
-                output.say(f"{str(error).splitlines()[0]} It is tried again in {TRY_AGAIN:.0f} s.")
-                time.sleep(TRY_AGAIN)
-        self._before = None
+        try:
+            for config in itertools.cycle(configs):
+                try:
+                    self._enter(config, args, state, model, dataloader, wrapped)
+                    break
+                except SwarmError as error:
+                    if error.kind not in PASSING:
+                        raise
+                    output.say(f"{str(error).splitlines()[0]} It is tried again in {TRY_AGAIN:.0f} s.")
+                    time.sleep(TRY_AGAIN)
+        finally:
+            self._before = None
 
     def _refuse_a_batch_of_more_than_a_step(self, args: TrainingArguments) -> None:
         size = self.trainer._train_batch_size  # with auto_find_batch_size it is not that of the arguments
