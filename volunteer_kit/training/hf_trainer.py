@@ -189,8 +189,8 @@ class SwarmCallback(TrainerCallback):
         return sys.maxsize, self._data.steps, *values, max_steps
 
     def _steps_of_a_pass(self, args: TrainingArguments, dataloader: Any, own_steps: int) -> int:
-        """Steps of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size. All peers have the
-        same number, whatever their batches."""
+        """Steps of the swarm; as many as a plain Trainer takes whose whole batch is target_batch_size. All peers have
+        the same number, whatever their batches."""
         size, target = self.trainer._train_batch_size, self.config.options.target_batch_size
         is_whole = size * args.gradient_accumulation_steps == target
         generated = self._examples.steps_of_generating(target)
