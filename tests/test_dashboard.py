@@ -192,8 +192,8 @@ def test_the_commands_default_is_to_serve(tmp_path, monkeypatch):
     assert command("demo", "--folder", str(tmp_path), "--port", "0").exit_code == 0
     assert command("--port", "7", "demo").exit_code == 0
     assert called == [
-        ("demo", {"folder": tmp_path, "host": "127.0.0.1", "port": 0}),
-        ("demo", {"folder": None, "host": "127.0.0.1", "port": 7}),
+        ("demo", {"folder": tmp_path, "host": "localhost", "port": 0}),
+        ("demo", {"folder": None, "host": "localhost", "port": 7}),
     ]
 
 
