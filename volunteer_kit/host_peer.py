@@ -4,7 +4,7 @@ It does not train; it is the address that volunteers know. Prints {"ready": {"pe
 {"error": ...}, and stays until SIGTERM, or until one of its processes dies, when it prints {"error": ...} as well. With
 the run's keys it lets itself in, whether the authority is up or not.
 
-Of two first peers under one key the later one ends, with {"over": ...}: volunteers know the run by its peer id, so it
+The later one of two first peers under one key ends, with {"over": ...}: volunteers know the run by its peer id, so it
 cannot take another key, and a new start would change nothing. The one that was here before goes on, with
 {"warning": ...}.
 """

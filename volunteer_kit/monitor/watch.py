@@ -44,7 +44,7 @@ SIGNED_EVERY = 15.0  # s between looks for what other monitors have signed
 class Monitor:
     """One monitor in its folder. `close()` in any case.
 
-    Of two monitors under one key the later one gives it up and ends: its next start makes one of its own, by which
+    The later one of two monitors under one key gives it up and ends: its next start makes one of its own, by which
     nobody outside knows it. The one that was here before goes on, and warns its host.
 
     :param home: the folder: identity.key, journal.sqlite, credit.sqlite, checkpoints/, states/, pictures/,

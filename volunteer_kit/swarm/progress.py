@@ -44,8 +44,8 @@ SAID_SHARE, LOOKED_SHARE, LONGEST_PERIOD = 1 / 20, 1 / 30, 2.0
 
 
 class PacedEvent(threading.Event):
-    """An event that is set once a `period` (s), or at any time while `urgent`. What is set too early is set later: the
-    last microbatch of a step would never be told otherwise."""
+    """An event that is set once a `period` (s), or at any time while `urgent`. A call that comes too
+    early is made up for later: the last microbatch of a step would never be told otherwise."""
 
     def __init__(self, period: float):
         super().__init__()

@@ -77,7 +77,7 @@ def read_instance(value: Any) -> Instance | None:
 
 
 def find_instance(dht: DHT, run_id: str, peer_id: PeerID, owner: bytes) -> Instance | None:
-    """What stands under a key; waits for the DHT.
+    """The record that stands under a key; waits for the DHT.
 
     :param owner: the key's public half, as names of signed records have it
     """

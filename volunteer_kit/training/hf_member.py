@@ -46,7 +46,7 @@ LONGEST = 2**17  # words of a sample, where the model does not say
 class Member:
     """One peer of a run that a Trainer trains.
 
-    Of two under one key the later one has to take another. Where it finds that out at its start, it does so by itself;
+    The later one of two under one key has to take another. Where it finds that out at its start, it does so by itself;
     later on `must_change_key` says so, and it has to leave and come back.
 
     :param model: as it trains; only what requires gradients travels

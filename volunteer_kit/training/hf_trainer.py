@@ -258,8 +258,8 @@ class SwarmCallback(TrainerCallback):
         member.step.await_turn(trainer._train_batch_size * args.gradient_accumulation_steps)
 
     def _come_back(self, why: str, args: TrainingArguments, state: Any, model: Any, dataloader: Any) -> None:
-        """Leave the swarm and enter it anew, in the middle of the training; as often as it takes. What this peer had
-        accumulated of a step is lost."""
+        """Leave the swarm and enter it anew, in the middle of the training; as often as it takes. The samples that
+        this peer had accumulated of a step are lost."""
         output.say(f"{why} This peer meets the others anew.")
         self.member.finish_updates()
         self.member.take_reports()
