@@ -196,10 +196,10 @@ def test_a_trainer_that_finds_its_twin_later_comes_back_under_a_new_key(tmp_path
     key, copy = key_and_copy(tmp_path)
     with trainers(tmp_path, 48, max_steps=5000) as swarm:
         swarm.begin(swarm.load(), 0)
-        second = begin(swarm, 1, identity_path=str(key), check_if_identity_free=False)
+        second = begin(swarm, 1, identity_path=str(key), check_if_identity_free=False, client_mode=True)
         step_of(second, after=0, group_size=2)
         time.sleep(SKEW + 2)
-        twin = begin(swarm, 2, identity_path=str(copy), check_if_identity_free=False)
+        twin = begin(swarm, 2, identity_path=str(copy), check_if_identity_free=False, client_mode=True)
         step_of(twin, after=0, group_size=3)
         assert "and was here before" in twin.said and "This one takes a key of its own" in twin.said
         assert copy.with_name("twin.key.shared").read_bytes() == key.read_bytes() != copy.read_bytes()

@@ -268,7 +268,11 @@ class SwarmCallback(TrainerCallback):
         configs = [again]
         if not self.config.peer.initial_peers:  # they may be gone, or call us again
             configs.append(replace(again, peer=replace(again.peer, initial_peers=[])))
-        configs.append(replace(again, peer=replace(again.peer, host_maddrs=self.config.peer.host_maddrs)))
+        elsewhere = replace(again, peer=replace(again.peer, host_maddrs=self.config.peer.host_maddrs))
+        if self.member.must_change_key:  # the others know another peer at the old address, and could not call this one
+            configs = [elsewhere]
+        else:
+            configs.append(elsewhere)
         self._leave()
         try:
             for config in itertools.cycle(configs):
