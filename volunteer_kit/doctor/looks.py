@@ -220,7 +220,7 @@ def first_peers_and_reach(
 
 
 def situation() -> str:
-    """What kind of line or machine this is; "" without a network."""
+    """The kind of line or machine, in words; "" without a network."""
     from volunteer_kit.addressing import LISTEN
     from volunteer_kit.swarm.reachability import look_at_machine
 

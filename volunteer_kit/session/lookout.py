@@ -160,7 +160,7 @@ class Lookout:
             self.must_change_key, self._shared_since = True, time.monotonic()
             found = "Another machine takes part under the key of this one, and was here before: a folder was copied, or"
             found = CLONED if sharing is Sharing.CLONED else f"{found} a machine cloned."
-            after = "This machine takes a key of its own after this step. What it gave stays counted."
+            after = "This machine takes a key of its own after this step. Its samples so far stay counted."
             self.why_renew = self.why_renew or f"{found} {after}"
             self._session.emit("warning", kind="identity", message=self.why_renew)
         elif sharing is Sharing.FIRST and not self._told_of_key:
