@@ -282,6 +282,54 @@ def test_the_last_microbatch_of_a_step_is_told_though_it_came_soon_after_the_wor
             time.sleep(0.05)
 
 
+def test_a_microbatch_that_ends_while_the_one_before_is_told_is_told_too(peer, monkeypatch):
+    """Training goes on while a record is made. The word about the later microbatch was lost with that of the first, and
+    the others waited seconds for samples that were there."""
+    with running_tracker(peer, "race", metadata_expiration=600.0) as tracker:
+
+        def time_while_training_goes_on() -> float:  # the reporter asks for it when it has read our progress
+            if tracker.local_progress.samples_accumulated == 4:
+                tracker.report_local_progress(local_epoch=0, samples_accumulated=8)
+            return get_dht_time()
+
+        tracker.look_again(timeout=10)  # both of its threads wait by now
+        monkeypatch.setattr("volunteer_kit.swarm.progress.get_dht_time", time_while_training_goes_on)
+        tracker.report_local_progress(local_epoch=0, samples_accumulated=4)
+        deadline = time.monotonic() + 60
+        while stored_progress(peer, "race")[1].samples_accumulated != 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_peer_that_has_gone_into_the_round_says_so_until_it_computes_again(peer, people):
+    """It may find the step complete by how fast others are; they would wait for a batch of it that does not come."""
+    reader = SwarmProgressTracker(peer.dht, "round", 256, limits=Limits(256), start=False)
+    reader.report_local_progress(local_epoch=3, samples_accumulated=8)
+
+    def is_in_round(speed: float) -> bool:
+        read = people[0].claims(samples_accumulated=8, samples_per_second=speed)
+        progress = reader._parse_swarm_progress_data({people[0].subkey: entry(read)})
+        assert progress.num_peers == 2 and progress.samples_accumulated == 8
+        [other] = reader.others_at_work(3)[1]
+        assert not other.waits and other.samples == 8 and other.speed == 5.0, "its device is as fast as it was"
+        return other.is_in_round
+
+    assert not is_in_round(5.0)
+    with running_tracker(peer, "round", report_period=600.0) as tracker:
+        tracker.report_local_progress(local_epoch=3, samples_accumulated=8)
+        tracker.go_into_round(3)
+        deadline = time.monotonic() + 60
+        while not is_in_round(stored_progress(peer, "round")[1].samples_per_second or 5.0):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        tracker.report_local_progress(local_epoch=3, samples_accumulated=12)
+        tracker.tell_now()
+        while (claim := stored_progress(peer, "round")[1]).samples_accumulated != 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert claim.samples_per_second > 1e-6, "it computes again"
+
+
 def test_a_microbatch_of_minutes_is_no_lie(peer):
     """What was reported long ago is told again with the time at which it still holds."""
     with running_tracker(peer, "slow", metadata_expiration=1.0) as tracker:

@@ -31,8 +31,8 @@ def test_shares_are_whole_batches_and_hold_the_target(peers, batch, target, shar
     assert target <= sum(found) + 1e-6 < target + batch + 1e-6
 
 
-def other(samples=0.0, usual=None, waits=False, place=1):
-    return Other(samples, usual, waits, place)
+def other(samples=0.0, usual=None, waits=False, place=1, is_in_round=False):
+    return Other(samples, usual, waits, place, is_in_round=is_in_round)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,13 @@ def other(samples=0.0, usual=None, waits=False, place=1):
         (0, 16, 0, [other(place=1)], True),
         (4, 4, 2, [other(place=0), other(place=1)], False),  # 2 + 1 + 1 batches
         (4, 4, 0, [other(place=1), other(place=2)], True),
+        (8, 4, 1, [other(4, usual=8, place=0, is_in_round=True)], True),  # it took the step for complete too early
+        (8, 4, 1, [other(7, usual=8, place=0, is_in_round=True)], True),  # though ours is then more than was missing
+        (8, 4, 1, [other(8, place=0, is_in_round=True)], False),
+        (4, 4, 1, [other(4, place=0, is_in_round=True), other(4, waits=True, place=2)], True),  # the first that waits
+        (4, 4, 2, [other(4, place=0, is_in_round=True), other(4, waits=True, place=1)], False),
+        (4, 4, 2, [other(4, usual=4, place=0, is_in_round=True), other(4, usual=8, place=1)], True),
+        (8, 4, 2, [other(4, usual=4, place=0, is_in_round=True), other(0, usual=8, place=1)], False),
     ],
 )
 def test_another_batch_is_computed_when_others_will_not_bring_it(own, batch, place, others, may):

@@ -33,7 +33,8 @@ from volunteer_kit.swarm.turns import Other
 DURATIONS = 9  # epochs that it is the median of
 NEAR = 2  # epochs behind: who makes up for a round is here for the next
 NEWCOMER = 10.0  # s that a member without samples is taken for one that is about to have some
-SLOWEST, WAITS = 1e-9, 0.0  # samples/s: of a device that computes at least, and of one that waits for others
+# samples/s: of a device that computes at least, of one that has gone into the round, and of one that waits for others
+SLOWEST, IN_ROUND, WAITS = 1e-9, 5e-10, 0.0
 LAST_ROUNDS = 3  # that tell what a peer brings to a step
 KEPT_WORD = 0.25  # of its claim, that a weight is at least: samples differ in what they weigh
 LATE = 5.0  # s without a word; clocks may differ by 3
@@ -113,6 +114,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.attendance, self.awaited = Attendance(), frozenset[PeerID]()  # others who will be in the next round
         self.num_regulars = 0  # others whose record is not over, and who came to one of the last rounds
         self._waiting_in: int | None = None  # epoch of which others have to bring their share first
+        self._in_round_of: int | None = None  # epoch whose samples of ours are all there
         self._at_work: tuple[LocalTrainingProgress, ...] = ()  # others who compute samples for steps
         self._speeds: OrderedDict[PeerID, float] = OrderedDict()  # samples/s that they said; who waits says WAITS
         self._brought: OrderedDict[PeerID, deque[float]] = OrderedDict()  # samples, to the last rounds
@@ -168,10 +170,10 @@ class SwarmProgressTracker(ProgressTracker):
         while not self.shutdown_triggered.is_set():
             patience = max(0.0, last_report - get_dht_time() + self.metadata_expiration / 2)
             await loop.run_in_executor(None, self.should_report_progress.wait, patience)
+            has_changed = self.should_report_progress.is_set()
+            self.should_report_progress.clear()  # before it is read: what changes from here on sets the event again
             claim, last_report = self._said(), get_dht_time()
-            if self.should_report_progress.is_set():
-                self.should_report_progress.clear()
-            else:  # a microbatch of minutes: told with the old time it would be taken for a lie
+            if not has_changed:  # a microbatch of minutes: told with the old time it would be taken for a lie
                 claim = claim.copy(update={"time": last_report})
             # not by the claim: where epochs are short it is always one of a beginning, with no samples yet
             if self.may_date() and (self._attends or self._waits or self._trained >= self.global_epoch - 1):
@@ -184,8 +186,9 @@ class SwarmProgressTracker(ProgressTracker):
         ours = self.local_progress
         most = MOST_SAID * self.limits.target_batch_size
         said = {"samples_accumulated": min(ours.samples_accumulated, most)}
-        if self._waits:  # or others would count on what does not come, or take us for gone
-            said |= {"samples_per_second": WAITS, "time": get_dht_time()}
+        if self._waits or ours.epoch == self._in_round_of:  # or others would count on what does not come
+            speed = WAITS if self._waits else IN_ROUND
+            said |= {"samples_per_second": speed, "time": get_dht_time()}
         return ours.copy(update=said)
 
     @property
@@ -197,6 +200,12 @@ class SwarmProgressTracker(ProgressTracker):
         if epoch != self._waiting_in:
             self._waiting_in = epoch
             self.tell_now()
+
+    def go_into_round(self, epoch: int) -> None:
+        """All samples of ours of this epoch are there, and all know. A peer may find the step complete by how fast
+        others said to be, and they would wait for a batch of its share that does not come."""
+        self._in_round_of = epoch
+        self.tell_now()
 
     def tell_now(self) -> None:
         self.should_report_progress.urgent = True
@@ -220,6 +229,7 @@ class SwarmProgressTracker(ProgressTracker):
                     samples=claim.samples_accumulated if is_there else 0,
                     usual=max(brought) if brought else None,
                     waits=is_there and claim.samples_per_second == WAITS,
+                    is_in_round=is_there and claim.samples_per_second == IN_ROUND,
                     place=places[peer],
                     speed=self._speeds.get(peer, 0.0),
                 )
@@ -242,7 +252,7 @@ class SwarmProgressTracker(ProgressTracker):
         if local_epoch != self.local_progress.epoch or samples_accumulated == 0:
             self.should_report_progress.urgent = True
         if samples_accumulated > 0:
-            self._attends, self._trained = False, local_epoch
+            self._attends, self._trained, self._in_round_of = False, local_epoch, None
         super().report_local_progress(local_epoch, samples_accumulated, update_global_samples)
 
     def count_again(self, epoch: int, samples: int) -> None:
@@ -402,9 +412,8 @@ class SwarmProgressTracker(ProgressTracker):
             if claim.epoch <= max(believed + claim.client_mode, here)
         }
         self.claims_dropped += len(kept) - len(trusted)
-        speeds = sorted(
-            claim.samples_per_second or self._speeds.get(PeerID(claim.peer_id), 0.0) for claim, _ in trusted.values()
-        )
+        told = [(claim.samples_per_second, PeerID(claim.peer_id)) for claim, _ in trusted.values()]
+        speeds = sorted(speed if speed >= SLOWEST else self._speeds.get(peer, 0.0) for speed, peer in told)
         # the speeds are of devices that compute: hivemind does not count what a round keeps them waiting
         self.seconds_of_computing = self.target_batch_size / sum(speeds) if sum(speeds) > 0 else math.inf
         self._typical_speed = speeds[(len(speeds) - 1) // 2] if speeds else math.inf
@@ -453,7 +462,8 @@ class SwarmProgressTracker(ProgressTracker):
             self._speeds[peer] = claim.samples_per_second
             self._speeds.move_to_end(peer)
         now = time.monotonic()
-        known = peer in self._speeds or claim.samples_accumulated > 0 or claim.samples_per_second == WAITS
+        waits = claim.samples_per_second in (IN_ROUND, WAITS)
+        known = peer in self._speeds or claim.samples_accumulated > 0 or waits
         first = now if known else self._first_idle.setdefault(peer, now)
         for kept in (self._speeds, self._first_idle):
             while len(kept) > MAX_PEERS:

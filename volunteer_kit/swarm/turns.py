@@ -30,7 +30,7 @@ class Other:
 
     `samples` that it has of our epoch, as it said last; `usual`: the most that it brought to one of the last rounds,
     None: not known; `waits`: it has done what it means to do, for now; `place` in this epoch's order; `speed` that it
-    says of its device, samples/s, 0: not told.
+    says of its device, samples/s, 0: not told; `is_in_round`: it brings no more to this step, whatever is missing.
     """
 
     samples: float
@@ -38,6 +38,7 @@ class Other:
     waits: bool
     place: int
     speed: float = 0.0
+    is_in_round: bool = False
 
 
 def share_of(place: int, peers: int, batch: float, target: float) -> float:
@@ -71,8 +72,9 @@ def may_compute(
         return own + sum(other.samples for other in others) < target
     if peers == 1 or own + batch <= share_of(place, peers, batch, target) + EVEN * batch:
         return True
-    if all(other.waits for other in others):  # one of those who wait has to begin
-        return place == 0 and own + sum(other.samples for other in others) < target
+    if all(other.waits or other.is_in_round for other in others):  # one of those who wait has to begin
+        is_first = all(other.place > place for other in others if not other.is_in_round)
+        return is_first and own + sum(other.samples for other in others) < target
     soon = sum(other.samples + lacking_of(other, peers, batch, target, ahead) for other in others)
     return own + batch + soon <= target
 
@@ -80,7 +82,7 @@ def may_compute(
 def lacking_of(other: Other, peers: int, batch: float, target: float, ahead: float) -> float:
     """Samples that it is expected to bring on top of those that it has."""
     share = share_of(other.place, peers, batch, target)
-    expected = 0.0 if other.waits else share if other.usual is None else min(share, other.usual)
+    expected = 0.0 if other.waits or other.is_in_round else share if other.usual is None else min(share, other.usual)
     lacking = max(0.0, expected - other.samples)
     return min(lacking, other.speed * ahead) if other.speed > 0.0 else lacking
 
