@@ -214,6 +214,29 @@ def test_after_a_sleep_an_answer_from_before_is_not_believed(clocks, monkeypatch
         reach.close()
 
 
+def test_a_first_peer_asks_the_others_as_soon_as_it_sees_them(clocks, monkeypatch):
+    """Until one has answered it needs no right clock. A record that it dated an hour ahead hid it for an hour."""
+    for period in ("PERIOD", "PERIOD_SILENT"):
+        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
+    reach = Reach(NoDht([], Look(answered=True, offset=0.0)), clock=clocks.watch())
+    try:
+        clocks.wall += HOUR
+        assert not reach.waits_for_itself, "nobody is here who would refuse what it dates"
+        clocks.wall -= HOUR
+        reach.notice_others()
+        deadline = time.monotonic() + 60
+        while True:
+            clocks.wall += HOUR
+            if reach.waits_for_itself:
+                break
+            clocks.wall -= HOUR
+            assert time.monotonic() < deadline, "it waits for its next look"
+            time.sleep(0.01)
+        assert "jumped forward by 1 h" in reach.cut_off
+    finally:
+        reach.close()
+
+
 @pytest.mark.slow
 def test_a_peer_whose_clock_jumps_says_so_takes_no_step_and_goes_on(tmp_path):
     """Three real peers; the clock of one jumps forward and comes right again, and then jumps back."""

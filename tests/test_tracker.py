@@ -235,6 +235,15 @@ def test_whatever_the_others_claim_we_look_again_in_time_for_their_round(peer, p
     assert progress.eta_next_epoch - now > 1000 and progress.next_fetch_time - now <= matchmaking_time / 2
 
 
+def test_others_are_told_of_when_they_are_there(tracker, people):
+    told = []
+    tracker.on_others = lambda: told.append(True)
+    tracker._parse_swarm_progress_data({})
+    assert not told
+    tracker._parse_swarm_progress_data({people[0].subkey: entry(people[0].claims())})
+    assert told
+
+
 def test_a_peer_that_has_left_is_no_lie(tracker, people):
     progress = tracker._parse_swarm_progress_data({people[0].subkey: entry(None)})
     assert progress.num_peers == 1 and tracker.claims_dropped == 0

@@ -77,6 +77,7 @@ class AssembledOptimizer(hivemind.Optimizer):
             self._take_local_steps(local_steps, own)
         self.reach = Reach(peer.dht, options.alone_after)
         self.tracker.may_date = lambda: not self.reach.waits_for_itself
+        self.tracker.on_others = self.reach.notice_others
 
     def _take_local_steps(self, config: LocalStepsConfig, params: Sequence[Any]) -> None:
         averager = self.state_averager

@@ -31,6 +31,7 @@ class MeetingOptimizer(VerifyingOptimizer):
     """hivemind.Optimizer that comes together with those who are here."""
 
     takes_turns = False  # a step holds fewer batches than there are peers
+    _shares_steps_out = False  # this peer and its like wait for each other's shares: `await_turn` is called
     _counts_on = -1, CountsOn.SHARES  # in that epoch
     _looked_in = -1  # the epoch in which we know who is at work
     _next_begun_lookup = 0.0  # time.monotonic(), of whether the others' round has begun without us
@@ -105,6 +106,7 @@ class MeetingOptimizer(VerifyingOptimizer):
         tracker, target, epoch, counted_on = self.tracker, self.target_batch_size, -1, CountsOn.SHARES
         if self.delay_grad_averaging or batch <= 0:
             return
+        self._shares_steps_out = True
         if self._looked_in != self.local_epoch and tracker.global_progress.num_peers > 1:
             self._looked_in = self.local_epoch  # a step may take less time than lies between two looks
             tracker.look_again(timeout=LOOK)

@@ -179,7 +179,7 @@ class SwarmOptimizer(MeetingOptimizer):
             self.state_averager.is_shared = None
         elif report["num_peers"] > 1 and self.on_round is not None:
             self.on_round(self.tracker.global_progress.num_peers)
-        if report["num_peers"] > 1 and not self.delay_grad_averaging:
+        if report["num_peers"] > 1 and self._shares_steps_out:
             self.tracker.go_into_round(self.local_epoch)
         super()._update_global_epoch(grad_scaler)
         if not report["averaged"]:

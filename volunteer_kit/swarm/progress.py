@@ -121,6 +121,7 @@ class SwarmProgressTracker(ProgressTracker):
         # time.monotonic() when they were first seen without a sample
         self._first_idle: OrderedDict[PeerID, float] = OrderedDict()
         self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
+        self.on_others: Callable[[], None] = lambda: None  # likewise, when there are others
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
         self._attends = False  # trains nothing
         self.ends_pass = False  # the samples at hand are the last of our pass over our data; the optimizer sets it
@@ -335,6 +336,8 @@ class SwarmProgressTracker(ProgressTracker):
         peer = PeerID(claim.peer_id)
         if peer == self.dht.peer_id:
             return claim
+        if claim.samples_per_second == IN_ROUND:  # as before it went there: others come as soon as they would have come
+            claim = claim.copy(update={"samples_per_second": self._speeds.get(peer, 0.0)})
         since_then = self._since_then(claim, now)
         self.claims.note(peer, claim.epoch, claim.samples_accumulated, claim.samples_accumulated + since_then)
         claim_of_epoch = self.claims.of(peer, epoch)
@@ -433,6 +436,8 @@ class SwarmProgressTracker(ProgressTracker):
         # hivemind counts records, and takes itself for alone while its own is not stored yet
         progress.num_peers = 1 + sum(claim.peer_id != own_id for claim, _ in trusted.values())
         self.on_look()
+        if progress.num_peers > 1:
+            self.on_others()
         return progress
 
     def _put_in_our_own(self, kept: dict[Any, tuple[LocalTrainingProgress, float]]) -> None:

@@ -79,9 +79,16 @@ class Reach:
         self._looked_at = float("-inf")
         self._silent_looks = 0  # in a row
         self._may_be_alone = not self._first
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._lock, self._stop, self._wake = threading.Lock(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="reach", daemon=True)
         self._thread.start()
+
+    def notice_others(self) -> None:
+        """Others are here, by their records: ask one of them now, if nobody was asked yet. From its answer on a jump of
+        the clock is noticed before a record carries it; that record would stand as long as it is ahead, and nobody
+        would take a later one."""
+        if not self._met and time.monotonic() - self._looked_at > LATELY:
+            self._wake.set()
 
     def may_go_alone(self) -> bool:
         """Is it the swarm that is empty, not our line that is dead? What was said some seconds ago is not enough: all
@@ -169,10 +176,15 @@ class Reach:
 
     def close(self) -> None:
         self._stop.set()
+        self._wake.set()
         self._thread.join(timeout=ANSWER_WITHIN)
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_SILENT if self._silent_looks and not self._may_be_alone else PERIOD):
+        while True:
+            self._wake.wait(PERIOD_SILENT if self._silent_looks and not self._may_be_alone else PERIOD)
+            self._wake.clear()
+            if self._stop.is_set():
+                return
             self._look(not_before=time.monotonic())
 
     def _look(self, not_before: float) -> None:
