@@ -269,6 +269,14 @@ def stored_progress(peer: Peer, prefix: str) -> tuple[bytes, LocalTrainingProgre
     return subkey, LocalTrainingProgress.parse_obj(value.value)
 
 
+def wait_until_told(peer: Peer, prefix: str, samples: int) -> LocalTrainingProgress:
+    deadline = time.monotonic() + 60
+    while (claim := stored_progress(peer, prefix)[1]).samples_accumulated != samples:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return claim
+
+
 def test_a_thread_of_the_tracker_reports_itself_and_reads_it_back(peer):
     with running_tracker(peer, "thread") as tracker:
         tracker.report_local_progress(local_epoch=0, samples_accumulated=20)
@@ -285,10 +293,7 @@ def test_the_last_microbatch_of_a_step_is_told_though_it_came_soon_after_the_wor
         tracker.report_local_progress(local_epoch=0, samples_accumulated=4)
         assert stored_progress(peer, "last")[1].samples_accumulated == 4
         tracker.report_local_progress(local_epoch=0, samples_accumulated=8)
-        deadline = time.monotonic() + 60
-        while stored_progress(peer, "last")[1].samples_accumulated != 8:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until_told(peer, "last", samples=8)
 
 
 def test_a_microbatch_that_ends_while_the_one_before_is_told_is_told_too(peer, monkeypatch):
@@ -304,10 +309,7 @@ def test_a_microbatch_that_ends_while_the_one_before_is_told_is_told_too(peer, m
         tracker.look_again(timeout=10)  # both of its threads wait by now
         monkeypatch.setattr("volunteer_kit.swarm.progress.get_dht_time", time_while_training_goes_on)
         tracker.report_local_progress(local_epoch=0, samples_accumulated=4)
-        deadline = time.monotonic() + 60
-        while stored_progress(peer, "race")[1].samples_accumulated != 8:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until_told(peer, "race", samples=8)
 
 
 def test_a_peer_that_has_gone_into_the_round_says_so_until_it_computes_again(peer, people):
@@ -333,10 +335,7 @@ def test_a_peer_that_has_gone_into_the_round_says_so_until_it_computes_again(pee
             time.sleep(0.05)
         tracker.report_local_progress(local_epoch=3, samples_accumulated=12)
         tracker.tell_now()
-        while (claim := stored_progress(peer, "round")[1]).samples_accumulated != 12:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert claim.samples_per_second > 1e-6, "it computes again"
+        assert wait_until_told(peer, "round", samples=12).samples_per_second > 1e-6, "it computes again"
 
 
 def test_a_microbatch_of_minutes_is_no_lie(peer):
