@@ -50,11 +50,5 @@ class Orders:
         self.go.set()
 
     def are_done(self, optimizer) -> bool:
-        """Is the last epoch reached, by us or the others?"""
-        reached = max(optimizer.local_epoch, optimizer.tracker.global_epoch)
-        return self.leave.is_set() or (self.last is not None and self.last <= reached)
-
-    def come_to_last(self, optimizer) -> None:
-        """The others may have made the last step without us: then we take their state."""
-        while not self.leave.is_set() and optimizer.local_epoch < self.last:
-            optimizer.load_state_from_peers()
+        """Is the last epoch reached? The others may have made the last step without us: then we take their state."""
+        return self.leave.is_set() or (self.last is not None and optimizer.come_to(self.last))

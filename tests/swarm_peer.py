@@ -184,7 +184,6 @@ def train(model, truth, optimizer, settings, orders) -> None:
                 loss=(model(probe) - probe @ truth).pow(2).mean().item(),
             )
             stepped |= set(report.names)
-    orders.come_to_last(optimizer)
 
 
 if __name__ == "__main__":

@@ -231,6 +231,31 @@ def test_who_catches_up_with_somebody_fast_lets_itself_be_seen(optimizer, monkey
     assert attended == [optimizer.local_epoch]
 
 
+@pytest.mark.parametrize(("given", "is_there"), [(5, True), (4, False), (None, False)])
+def test_a_claimed_epoch_is_reached_only_with_a_state(optimizer, monkeypatch, given, is_there):
+    """Peers whose last epoch a dead one claimed had stopped training, and asked each other for a state for ever."""
+    train(optimizer, 1)
+    own, asked = optimizer.local_epoch, []
+
+    def give(**which) -> bool:
+        asked.append(which["at_least"])
+        if given is None:
+            return False
+        monkeypatch.setattr(type(optimizer), "local_epoch", property(lambda self: own + given))
+        return True
+
+    monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", give)
+    monkeypatch.setattr(optimizer, "_next_coming", 0.0)
+    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", property(lambda self: own + 4))
+    samples = optimizer.grad_averager.local_samples_accumulated = 8
+    assert optimizer.come_to(own) and not optimizer.come_to(own + 5) and not asked, "nobody claims that one"
+    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", property(lambda self: own + 5))
+    assert optimizer.come_to(own + 5) is is_there
+    assert optimizer.come_to(own + 5) is is_there and asked == [own + 5], "others are not asked at every microbatch"
+    if given is None:
+        assert optimizer.grad_averager.local_samples_accumulated == samples, "and we go on"
+
+
 def test_an_optimizer_that_cannot_be_made_leaves_nothing_running(peer, monkeypatch):
     """A thread that is left waits for its averager for ever, and the program with it."""
 

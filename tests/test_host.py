@@ -18,8 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from volunteer_kit.host import door
 from volunteer_kit.host.folder import NO_GROUP, HostFolder
 from volunteer_kit.host.settings import PEER_PORT
+from volunteer_kit.host.watch import News, Watch
 from volunteer_kit.process_group import find
 from volunteer_kit.swarm.peer import free_port
 
@@ -199,6 +201,30 @@ def test_what_dies_is_started_again(hosts):
     assert "monitor was killed (SIGKILL)" in text and "starts again in" in text
     assert host.starts("monitor") == 2 and host.starts("authority") == 1
     assert others < {p.pid for p in host.parts()}
+
+
+def test_a_first_start_is_told_once_however_quick_the_parts_are(tmp_path, monkeypatch):
+    """A part whose news was still waiting when all were up was said to be up again, though it had never died."""
+
+    class Quick(Watch):
+        running = False
+
+        def start(self) -> None:
+            self.ready = {"peer_id": "QmPeer", "maddrs": ["/ip4/127.0.0.1/tcp/1/p2p/QmPeer"]}
+            self._tell(News("ready", self.part.name))
+
+    class SomeNewsLater(threading.Event):
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += any(UP in line for line in said)
+            return self.asked > 6
+
+    said: list[str] = []
+    monkeypatch.setattr(door, "Watch", Quick)
+    door.host_run("demo", folder=tmp_path / "F", stop=SomeNewsLater(), say=said.append)
+    assert said[-1] == "Stopping." and sum(UP in line for line in said) == 1
+    assert not [line for line in said if "again." in line], said
 
 
 def test_what_dies_again_and_again_is_tried_now_and_then_and_the_rest_goes_on(hosts, tmp_path):

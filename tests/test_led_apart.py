@@ -153,12 +153,26 @@ def averagers(
 
 
 def begin(averagers, **options) -> list:
-    """A round in which the first one leads: the others look for a leader that meets earlier than they do."""
-    now = get_dht_time()
-    return [
-        averager.step(gather=averager.to_tell(i), wait=False, timeout=60, scheduled_time=now + 2.0 + i, **options)
-        for i, averager in enumerate(averagers)
-    ]
+    """A round in which the first one leads: hivemind lets the earlier expiration lead, so the others begin when the
+    first one's is in the DHT."""
+    first, *others = averagers
+    before = expiration_of(first)
+    controls = [first.step(gather=first.to_tell(0), wait=False, timeout=60, **options)]
+    deadline = time.monotonic() + 60
+    while expiration_of(first) <= before:
+        assert time.monotonic() < deadline and not controls[0].done(), controls
+        time.sleep(0.01)
+    for i, other in enumerate(others, 1):
+        controls.append(other.step(gather=other.to_tell(i), wait=False, timeout=60, **options))
+    return controls
+
+
+def expiration_of(averager) -> float:
+    """DHT time of the last group that this peer declared; 0.0: none yet."""
+    found = averager.dht.get(f"{averager.matchmaking_kwargs['prefix']}.0b", latest=True)
+    records = found.value if found is not None else {}
+    own = averager.peer_id.to_bytes()
+    return records[own].expiration_time if own in records else 0.0
 
 
 def test_who_is_late_for_a_round_accuses_nobody(peers):

@@ -209,7 +209,6 @@ def train(model, optimizer, settings, orders) -> None:
             say("epoch", epoch=report.epoch, samples=report.counted, group_size=report.group_size,
                 received=report.received, refused=report.refused, failure=report.failure, apart=report.apart,
                 loss=loss, seconds=report.seconds, cheated=CHEATED.value)  # fmt: skip
-    orders.come_to_last(optimizer)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ class Host:
         self.folder = HostFolder(folder or f"{self._run_id}-host")
         self._given, self._inbox, self._say = given, inbox, say
         self._watches: dict[str, Watch] = {}
+        self._up: set[str] = set()  # by the news taken so far; a watch may be ahead of them
         self._failing: set[str] = set()
         self._addresses: list[str] = []
         self._given_out: list[str] = []
@@ -293,11 +294,13 @@ class Host:
     def _take(self, news: News) -> None:
         if news.kind == "ready":
             self._failing.discard(news.name)
+            self._up.add(news.name)
             if news.name == parts.PEER and not self._addresses:
                 self._first_peer_is_up()
             elif self._invited:
                 self._say(f"{news.name} is up again.")
         elif news.kind == "restarting":
+            self._up.discard(news.name)
             self._say(news.text)
         elif news.kind == "warning":
             self._say(f"{news.name}: {news.text}")
@@ -307,6 +310,7 @@ class Host:
             raise HostError(news.text)
         elif news.kind == "failing":
             self._failing.add(news.name)
+            self._up.discard(news.name)
             if news.name == parts.PEER and not self._addresses:
                 raise HostError(news.text)
             self._say(f"{news.text}\nThe rest goes on. When that is mended, it comes back by itself.")
@@ -327,7 +331,7 @@ class Host:
     def _invite_when_all_are_up(self) -> None:
         if self._invited or not self._addresses:
             return
-        if all(watch.is_up or name in self._failing for name, watch in self._watches.items()):
+        if self._watches.keys() <= self._up | self._failing:
             self._invited = True
             for line in welcome(
                 self._run_id,

@@ -125,10 +125,6 @@ class Watch:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def is_up(self) -> bool:
-        return self._is_up
-
-    @property
     def pid(self) -> int | None:
         process = self._process
         return process.pid if process else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 SOMEBODY = "a volunteer"  # who hides the own name
 MICROBATCHES_AHEAD = 4  # read in the background
-FINISH_PATIENCE = 60.0  # s to reach the last epoch once the others have, and then to hold what they hold
+FINISH_PATIENCE = 60.0  # s at the last epoch, to hold what the others hold
 
 
 class Renew(Exception):
@@ -250,8 +249,6 @@ class Session:
                 raise SwarmError(self.lookout.why_anew or "The line was dead.", kind="dead_peers")
             renews = tell.wants_renewal or self.lookout.waits_in_vain_with_key
             stops_early = orders.leave.is_set() or renews
-            if not stops_early:
-                self._reach(orders.finish_at)
             self.optimizer.settle(patience=0.0 if stops_early else FINISH_PATIENCE)
             self.trainer.tell_steps()
         finally:
@@ -286,15 +283,8 @@ class Session:
         return self.lookout.must_dial_anew or self.lookout.waits_in_vain_with_key
 
     def _has_finished(self, orders: Orders) -> bool:
-        """At the last epoch ourselves, or left behind by those who are: then their state is what we need."""
-        last = orders.finish_at
-        return last is not None and max(self.optimizer.local_epoch, self.optimizer.tracker.global_epoch) >= last
-
-    def _reach(self, last_epoch: int) -> None:
-        deadline = time.monotonic() + FINISH_PATIENCE
-        while self.optimizer.local_epoch < last_epoch and time.monotonic() < deadline:
-            if not self.optimizer.load_state_from_peers():
-                time.sleep(self.optimizer.options.refresh_period)
+        """At the last epoch; those who are left behind by others take their state."""
+        return orders.finish_at is not None and self.optimizer.come_to(orders.finish_at)
 
     @property
     def speed(self) -> float:

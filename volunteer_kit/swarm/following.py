@@ -29,6 +29,7 @@ class FollowingOptimizer(MakingUpOptimizer):
 
     only_accumulated = True  # the last step() did, and waited for nobody: its time is the device's
     _asked_in_vain = 0  # times, for the statistics to parameters that we have
+    _next_coming = 0.0  # time.monotonic(), of a request for the state of an epoch that somebody claims
 
     def _catch_up(self) -> bool:
         """Take the state that the last round's members went on with; if none gives it, the next round tells anew.
@@ -96,6 +97,18 @@ class FollowingOptimizer(MakingUpOptimizer):
             with self.tracker.pause_updates():
                 self._start_epoch_anew()
         return loaded
+
+    def come_to(self, epoch: int) -> bool:
+        """Take the others' state if they say that they are at `epoch` and we are not; to be called again and again.
+        Nothing changes if none of them has it: a peer may have claimed the epoch and died.
+
+        :returns: whether we are there
+        """
+        is_claimed = self.local_epoch < epoch <= self.tracker.global_epoch
+        if is_claimed and time.monotonic() >= self._next_coming:
+            self._take_state(at_least=epoch)
+            self._next_coming = time.monotonic() + self.matchmaking_time
+        return self.local_epoch >= epoch
 
     def join(self, patience: float = 30.0) -> bool:
         """Look for the swarm and take its parameters, before the first microbatch; the statistics follow, see
