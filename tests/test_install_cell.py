@@ -341,7 +341,8 @@ def clean(*_):
     sys.exit(1)
 signal.signal(signal.SIGINT, clean)
 Path({begun!r}).touch()
-time.sleep(600)
+for _ in range(6000):  # a signal that comes just before a sleep begins is heard when that is over
+    time.sleep(0.1)
 """
 
 

@@ -146,7 +146,9 @@ def test_what_is_ended_while_it_stands_stopped_can_say_goodbye(terminal):
 
 def test_a_closed_terminal_is_a_goodbye():
     program = "import time\nfrom volunteer_kit.process_group import sigterm_as_interrupt as s\nwith s():\n  try:\n"
-    program += "    print('here', flush=True); time.sleep(600)\n  except KeyboardInterrupt: print('goodbye')"
+    # in short pieces: a signal that comes just before a sleep begins is heard when that is over
+    program += "    print('here', flush=True); [time.sleep(0.1) for _ in range(6000)]\n"
+    program += "  except KeyboardInterrupt: print('goodbye')"
     for before, said in ((signal.SIG_DFL, "goodbye\n"), (signal.SIG_IGN, "")):  # nohup
         with subprocess.Popen(
             [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
