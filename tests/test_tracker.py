@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,6 +13,8 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
 
 from tests.somebody import LIFETIME, NOW, Somebody, entry
+from volunteer_kit.swarm.children import BROKEN
+from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.identity import peer_id_of_owner
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.swarm.peer import Peer
@@ -310,6 +314,30 @@ def test_a_microbatch_that_ends_while_the_one_before_is_told_is_told_too(peer, m
         monkeypatch.setattr("volunteer_kit.swarm.progress.get_dht_time", time_while_training_goes_on)
         tracker.report_local_progress(local_epoch=0, samples_accumulated=4)
         wait_until_told(peer, "race", samples=8)
+
+
+def test_a_tracker_that_failed_keeps_nobody_waiting(peer, monkeypatch):
+    """Its process was killed while it looked at the others' progress. The lock that it held was nobody's any more, and
+    a Trainer waited for it for ever."""
+    asked = threading.Event()
+
+    def ask_in_vain(*_, **__) -> asyncio.Future:
+        asked.set()
+        return asyncio.get_running_loop().create_future()
+
+    def find_it_dead(*_, **__) -> None:
+        raise SwarmError("The DHT's process was killed.", kind=BROKEN)
+
+    with running_tracker(peer, "failing") as tracker, monkeypatch.context() as patch:
+        patch.setattr(peer.dht, "get", ask_in_vain)
+        assert asked.wait(60)
+        patch.setattr(peer.dht, "store", find_it_dead)
+        tracker.attend(epoch=0)
+        tracker.join(60)
+        assert not tracker.is_alive()
+        for _ in range(2):
+            with pytest.raises(SwarmError, match="was killed"), tracker.pause_updates():
+                pass
 
 
 def test_a_peer_that_has_gone_into_the_round_says_so_until_it_computes_again(peer, people):

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -39,6 +39,7 @@ LAST_ROUNDS = 3  # that tell what a peer brings to a step
 KEPT_WORD = 0.25  # of its claim, that a weight is at least: samples differ in what they weigh
 LATE = 5.0  # s without a word; clocks may differ by 3
 LOOK_PATIENCE = 3.0  # s, for a look while a round waits
+LOCK_PATIENCE = 1.0  # s, for the lock of our thread, between two looks whether that has failed
 # of an epoch, and s: between two records of ours, and between looks at the others'. What they say is extrapolated by
 # speed in between; a look fetches a kilobyte of each peer from several
 SAID_SHARE, LOOKED_SHARE, LONGEST_PERIOD = 1 / 20, 1 / 30, 2.0
@@ -123,6 +124,7 @@ class SwarmProgressTracker(ProgressTracker):
         self.on_look: Callable[[], None] = lambda: None  # called, in our thread, when the others' progress is known
         self.on_others: Callable[[], None] = lambda: None  # likewise, when there are others
         self.seconds_of_computing = math.inf  # that the swarm's devices need for an epoch
+        self._ended_by: BaseException | None = None  # what our thread failed with
         self._attends = False  # trains nothing
         self.ends_pass = False  # the samples at hand are the last of our pass over our data; the optimizer sets it
         self._trained = -math.inf  # the last epoch that samples of ours are of
@@ -156,10 +158,28 @@ class SwarmProgressTracker(ProgressTracker):
     def run(self) -> None:
         try:
             super().run()
-        except SwarmError as e:  # the DHT's process has died; the training thread raises it
+        except BaseException as e:
+            self._ended_by = e
             self.shutdown_complete.set()
-            if e.kind != BROKEN:
+            if not (isinstance(e, SwarmError) and e.kind == BROKEN):  # a dead DHT: the training thread raises it
                 raise
+
+    @contextlib.contextmanager
+    def pause_updates(self) -> Iterator[None]:
+        """hivemind's, for a tracker that runs. One that failed may have kept the lock: hivemind takes it in a thread,
+        for a task that has ended by then. Raises what it failed with."""
+        while not self.lock_global_progress.acquire(timeout=LOCK_PATIENCE):
+            self._raise_if_failed()
+        try:
+            self._raise_if_failed()
+            with self.performance_ema.pause():
+                yield
+        finally:
+            self.lock_global_progress.release()
+
+    def _raise_if_failed(self) -> None:
+        if self._ended_by is not None:
+            raise self._ended_by
 
     async def _progress_reporter(self) -> None:
         """Stores our record when it has changed, and before it expires.
