@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
 
 from hivemind.p2p import P2P
@@ -40,8 +41,17 @@ class DaemonLink:
         create = Client.create
 
         async def create_watched(*args: Any, **kwargs: Any) -> Client:
-            client = await create(*args, **kwargs)
-            task = asyncio.create_task(self._watch(client.control))
+            client, guard = await create(*args, **kwargs), SocketGuard()
+            listen = client.listen
+
+            @asynccontextmanager
+            async def listen_watched() -> AsyncIterator[Client]:
+                async with listen():  # one removed before the first look would never be missed
+                    guard.find_lost([_path_of(client.control.listen_maddr)])
+                    yield client
+
+            client.listen = listen_watched
+            task = asyncio.create_task(self._watch(client.control, guard))
             self._watching.add(task)
             task.add_done_callback(self._watching.discard)
             return client
@@ -54,11 +64,10 @@ class DaemonLink:
         self._daemon = await asyncio.create_subprocess_exec(*command, start_new_session=True, **settings)
         return self._daemon
 
-    async def _watch(self, control: ControlClient) -> None:
+    async def _watch(self, control: ControlClient, guard: SocketGuard) -> None:
         """Until the client is closed, as it is at the end of its P2P."""
         tasks = {control._read_task, control._write_task}
         daemons, own = _path_of(control.daemon_connector.control_maddr), _path_of(control.listen_maddr)
-        guard = SocketGuard()
         while True:
             lost = guard.find_lost([daemons, *sockets_of_multiprocessing()], may_come=[own])
             done, _ = await asyncio.wait(tasks, timeout=LOOK_EVERY, return_when=asyncio.FIRST_COMPLETED)
