@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,15 @@ import torch
 from tests.lone_optimizer import GIVEN_UP, NAMES, A, B, train
 from volunteer_kit.checkpoint import load_checkpoint, save_checkpoint
 from volunteer_kit.optim.lamb import Lamb
+from volunteer_kit.swarm import following
 from volunteer_kit.swarm.agreement import Follow
 from volunteer_kit.swarm.believed_progress import Claims
 from volunteer_kit.swarm.making_up import AGAIN_AND_AGAIN
 from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
 from volunteer_kit.swarm.round import Round
 from volunteer_kit.swarm.state import StateRefused, digest
+
+HOURS = itertools.count(time.monotonic(), 3600.0)  # s; one optimizer for all tests, whose waits are over in each
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +240,7 @@ def test_who_catches_up_with_somebody_fast_lets_itself_be_seen(optimizer, monkey
 def test_a_claimed_epoch_is_reached_only_with_a_state(optimizer, monkeypatch, given, is_there):
     """Peers whose last epoch a dead one claimed had stopped training, and asked each other for a state for ever."""
     train(optimizer, 1)
-    own, asked = optimizer.local_epoch, []
+    own, asked, now = optimizer.local_epoch, [], [next(HOURS)]
 
     def give(**which) -> bool:
         asked.append(which["at_least"])
@@ -244,14 +249,20 @@ def test_a_claimed_epoch_is_reached_only_with_a_state(optimizer, monkeypatch, gi
         monkeypatch.setattr(type(optimizer), "local_epoch", property(lambda self: own + given))
         return True
 
+    def is_claimed(epoch: int) -> None:
+        monkeypatch.setattr(type(optimizer.tracker), "global_epoch", property(lambda self: epoch))
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(following, "time", clock)
     monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", give)
-    monkeypatch.setattr(optimizer, "_next_coming", 0.0)
-    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", property(lambda self: own + 4))
     samples = optimizer.grad_averager.local_samples_accumulated = 8
+    is_claimed(own + 4)
     assert optimizer.come_to(own) and not optimizer.come_to(own + 5) and not asked, "nobody claims that one"
-    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", property(lambda self: own + 5))
+    is_claimed(own + 5)
     assert optimizer.come_to(own + 5) is is_there
     assert optimizer.come_to(own + 5) is is_there and asked == [own + 5], "others are not asked at every microbatch"
+    now[0] += 2 * optimizer.matchmaking_time
+    assert optimizer.come_to(own + 5) is is_there and len(asked) == (1 if is_there else 2)
     if given is None:
         assert optimizer.grad_averager.local_samples_accumulated == samples, "and we go on"
 
