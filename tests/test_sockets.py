@@ -28,6 +28,27 @@ print(SocketFolder().path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+LOSES_ITS_SOCKET = """
+import asyncio
+from hivemind.p2p import P2P
+from volunteer_kit.storage.socket_folders import SocketFolder
+from volunteer_kit.swarm.children import LastWords
+from volunteer_kit.swarm.daemon_link import DaemonLink
+
+async def main():
+    folder = SocketFolder()
+    asyncio.subprocess.create_subprocess_exec = DaemonLink(LastWords(), folder).start_daemon
+    p2p = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60)
+    await p2p.add_binary_stream_handler("called", None)
+    while not (there := list(folder.path.glob("p2pclient-*"))):
+        await asyncio.sleep(0)
+    there[0].unlink()
+    print("lost", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
@@ -148,3 +169,13 @@ def test_a_broken_worker_is_followed_and_says_why():
     end = WorkerEnd(BROKEN, "The process that talks to the swarm was killed by signal 11.\nmore", "")
     assert end.in_words() == "The process that talks to the swarm was killed by signal 11"
     assert end.may_be_followed(1, 10, was_connected=False) and not end.may_be_followed(11, 10, was_connected=True)
+
+
+def test_a_socket_that_is_removed_as_soon_as_it_is_there_ends_the_process(base):
+    """It was looked for once a second, and never missed unless it had been seen: nobody could call the peer, and its
+    worker waited for rounds for ever."""
+    environment = {**os.environ, "TMPDIR": str(base), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES_ITS_SOCKET], stdout=subprocess.PIPE, text=True, env=environment, timeout=240
+    )
+    assert done.stdout == "lost\n" and done.returncode == 1
