@@ -55,6 +55,7 @@ LATER = 0.01  # s
 LONGEST, CLIENTS = 2.0, 3.0
 CHECK = 0.05  # s
 REQUEST_SHARE = 0.8  # of that time, for a leader's answer; two that ask each other are deadlocked for so long
+AVOIDED_AT_ONCE = 4.0  # matchmaking times of one search: two in which it could have come to us
 AVOIDED_FOR = 300.0  # s that a leader is not followed again, while others lead; it may still take part
 MIN_BANDWIDTH, MAX_BANDWIDTH = 1e-3, 1e12  # in any unit that somebody may take, and load balancing can calculate with
 MAX_SECONDS = 1e6  # that anybody can say a round takes
@@ -212,6 +213,7 @@ class WaryMatchmaking(Matchmaking):
     def __init__(self, *args, **kwargs):
         self._avoided: dict[PeerID, float] = {}  # until
         self._in_vain = 0.0  # s that we have looked for groups since the last one
+        self._alone_since = 0.0  # time.monotonic(), of the search under way: when it began, or somebody was avoided
         self._misquoted: deque[bytes] = deque(maxlen=16)  # ids of groups
         self.groups: deque[bytes] = deque(maxlen=16)  # that we were told, by the ids under which they exchange
         self._counted, self._are_too_few = (), False  # what we and our followers have told, and what follows
@@ -263,7 +265,7 @@ class WaryMatchmaking(Matchmaking):
         Who leads says to the end of it when that is, so expirations, by which hivemind chooses the leader, do not
         depend on what anybody has learnt: who begins first leads.
         """
-        began = time.monotonic()
+        began = self._alone_since = time.monotonic()
         if self.client_mode:
             self.min_matchmaking_time = CLIENTS * self._matchmaking_time
         else:
@@ -311,13 +313,16 @@ class WaryMatchmaking(Matchmaking):
 
     def avoid(self, leader: PeerID) -> None:
         if leader != self.peer_id:
-            self._avoided[leader] = time.monotonic() + AVOIDED_FOR
+            self._alone_since = time.monotonic()
+            self._avoided[leader] = self._alone_since + AVOIDED_FOR
 
     def is_misquoted(self, group_id: bytes) -> bool:
         """Did the leader of this group say of us what we had not told it?"""
         return group_id in self._misquoted
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        if time.monotonic() - self._alone_since >= AVOIDED_AT_ONCE * self._matchmaking_time:
+            self._avoided.clear()  # it could have come to us by now; its expirations may be a moment before ours for ever
         if self._avoided.get(leader, 0.0) > time.monotonic() or self._redirects >= MAX_REDIRECTS:
             return None
         self._redirects += 1
