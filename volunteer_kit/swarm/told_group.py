@@ -322,7 +322,7 @@ class WaryMatchmaking(Matchmaking):
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         if time.monotonic() - self._alone_since >= AVOIDED_AT_ONCE * self._matchmaking_time:
-            self._avoided.clear()  # it could have come to us by now; its expirations may be a moment before ours for ever
+            self._avoided.clear()  # it does not come to us; its expirations may be a moment before ours for ever
         if self._avoided.get(leader, 0.0) > time.monotonic() or self._redirects >= MAX_REDIRECTS:
             return None
         self._redirects += 1
