@@ -6,7 +6,7 @@
 #   make test-kaggle-data      what tests data and logins, with Kaggle's pyarrow, datasets and huggingface_hub
 #   make test-colab            half of the quick suite, with Colab's Python and packages (its torch: 5 GB, once)
 #   make dist        the sdist and the wheel into dist/, and the wheel tried in an empty environment (.ci/package)
-#   make check       ruff, the floors of the house (import-linter), and the docs
+#   make check       ruff, the floors of the house (import-linter), the types (mypy), and the docs
 #   make docs        the docs as a site in build/site
 #   make fuzz SECONDS=60 TARGET=tar   fuzz each decoder of others' bytes, or one, for so many seconds (tests/fuzz)
 #   make bench       every benchmark, one after another
@@ -74,6 +74,7 @@ dist: install
 check: install docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports --no-logo --no-cache
+	$(VENV)/bin/mypy --no-error-summary
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet

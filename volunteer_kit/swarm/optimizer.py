@@ -14,12 +14,12 @@ from hivemind.utils.logging import get_logger
 from volunteer_kit.swarm import failures
 from volunteer_kit.swarm.believed_speed import Limits as WeightLimits
 from volunteer_kit.swarm.believed_speed import Speeds
-from volunteer_kit.swarm.deadlines import USUAL_ROUNDS, too_slow_network
 from volunteer_kit.swarm.meeting import MeetingOptimizer
 from volunteer_kit.swarm.options import StepReport, SwarmOptions
 from volunteer_kit.swarm.peer import Peer
 from volunteer_kit.swarm.receipts import Reduced
 from volunteer_kit.swarm.round import Round
+from volunteer_kit.swarm.sync.timing import USUAL_ROUNDS, too_slow_network
 from volunteer_kit.swarm.told_group import LED_APART
 from volunteer_kit.swarm.uncertain import UncertainSteps
 

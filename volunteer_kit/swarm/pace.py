@@ -12,9 +12,9 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import SerializerBase
 
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
-from volunteer_kit.swarm.deadlines import Deadline, agreed
 from volunteer_kit.swarm.line_speed import LineSpeed
 from volunteer_kit.swarm.shares import LateReducers, in_proportion, late_by_most
+from volunteer_kit.swarm.sync.timing import Deadline, agreed
 from volunteer_kit.swarm.told_group import UNUSABLE, Entry, read_entry, with_pace
 
 SILENT = 0.5  # of an exchange's time: who was not heard for so long, at its end, is taken for gone

@@ -17,7 +17,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
-from volunteer_kit.swarm.deadlines import Deadline
+from volunteer_kit.swarm.sync.timing import Deadline
 
 REMEMBERED = 30.0  # s that the nodes nearest to a key are taken for the nearest; a new one is told what it should know
 MAX_REMEMBERED = 1024  # keys

@@ -32,11 +32,11 @@ from hivemind.utils.asyncio import cancel_and_wait
 from hivemind.utils.logging import get_logger
 from hivemind.utils.serializer import SerializerBase
 
-from volunteer_kit.swarm.deadlines import Deadline
 from volunteer_kit.swarm.errors import brief
 from volunteer_kit.swarm.identity import is_peer_id
 from volunteer_kit.swarm.shared_words import MAX_GROUP_SIZE
 from volunteer_kit.swarm.shares import MAX_NAMED, NAME_SIZE
+from volunteer_kit.swarm.sync.timing import Deadline
 
 logger = get_logger(__name__)
 LED_APART = "the leader told members different groups"

@@ -24,12 +24,12 @@ from tests.fuzz.targets.common import CALLER, MEMBERS, UNREADABLE, call, loop, r
 from tests.somebody import Somebody, record_of
 from volunteer_kit.swarm.admission import Admission, NotAdmitted
 from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol, OpenDHTProtocol
-from volunteer_kit.swarm.deadlines import Deadline
 from volunteer_kit.swarm.dht_storage import BoundedStorage
 from volunteer_kit.swarm.identity import peer_id_of_owner
 from volunteer_kit.swarm.manifest import validators
 from volunteer_kit.swarm.records import PeersSchema, peers_key
 from volunteer_kit.swarm.statements import StatementValidator
+from volunteer_kit.swarm.sync.timing import Deadline
 
 registry = Registry()
 KEY = DHTID.generate("leaders").to_bytes()

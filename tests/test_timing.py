@@ -12,9 +12,9 @@ from hivemind.utils import MSGPackSerializer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volunteer_kit.swarm.deadlines import LEAST, USUAL_ROUNDS, Deadline, agreed, enough_samples, too_slow_network
 from volunteer_kit.swarm.line_speed import LineSpeed
 from volunteer_kit.swarm.pace import Pace
+from volunteer_kit.swarm.sync.timing import LEAST, USUAL_ROUNDS, Deadline, agreed, enough_samples, too_slow_network
 
 SECONDS = st.floats(0.0, 1000.0)
 

@@ -99,7 +99,7 @@ def enough_samples(round_seconds: float, epoch_seconds: float, target_batch_size
     if not (0 < epoch_seconds < math.inf and 0 < round_seconds < math.inf) or round_seconds <= epoch_seconds:
         return None
     needed = HEADROOM * target_batch_size * round_seconds / epoch_seconds
-    return 2 ** math.ceil(math.log2(needed))  # a number that somebody would write into a run file
+    return 1 << math.ceil(math.log2(needed))  # a number that somebody would write into a run file
 
 
 def too_slow_network(rounds: Sequence[float], epoch_seconds: float, target_batch_size: int) -> str | None:

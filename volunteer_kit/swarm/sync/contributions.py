@@ -1,0 +1,275 @@
+"""Contributions: what a peer computed, from its accumulator to an entry of the log.
+
+The parameter vector is cut once and for all into cells. A contribution is one gradient sum of one peer. Each of its
+cells is *pending*, then *in flight* in a round, then *committed* by an entry, or it *expires* with a cause. A set of
+cells is an int, one bit per cell. Samples are counted per cell, so that a sum is exact when a round loses some slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Final, NamedTuple
+
+ACCOUNT_SWEEP: Final = 16  # epochs between two sweeps through the accounts of peers that bring nothing any more
+
+
+class Share(NamedTuple):
+    """The contribution `number` of `peer`, as it entered a slice."""
+
+    peer: str
+    number: int
+    birth: int  # epoch of the parameters that its gradients were computed on
+    samples: int
+
+
+class Answer(NamedTuple):
+    """The average of one slice: the same bytes for every member, known by their hash."""
+
+    cells: int  # a bit per cell
+    reducer: str
+    digest: bytes  # of the answer's bytes
+    shares: tuple[Share, ...]  # sorted
+
+
+class Cause(Enum):
+    """Why a sample-cell expired."""
+
+    STALE = "stale"  # older than `max_staleness`
+    LOST_BRANCH = "lost branch"  # its branch lost against another
+    ROLLBACK = "rollback"  # a rollback order undid its epoch
+    UNKNOWN = "unknown"  # the peer was away so long that nobody can tell
+    LEFT = "left"  # the peer left
+
+
+def discount(age: int) -> float:
+    """The factor on the weight of a contribution that is `age` epochs old; `benchmarks/staleness.py` measures it."""
+    return 1.0 / (1 + age)
+
+
+class Contribution(NamedTuple):
+    """One gradient sum of this peer that is not settled yet."""
+
+    number: int
+    birth: int
+    samples: int
+    pending: int  # cells that wait for a round
+    in_flight: int  # cells that travel in the round of this slot
+    sealed: bool  # it has travelled once: nothing is added to it any more
+
+
+class LedgerRecord(NamedTuple):
+    """What a ledger writes: its contributions and its totals in sample-cells, in one piece."""
+
+    live: tuple[Contribution, ...]
+    next_number: int
+    computed: int
+    committed: int
+    expired: tuple[tuple[Cause, int], ...]
+    counted: tuple[tuple[bytes, int], ...]  # lineage of an entry -> sample-cells of ours that it committed
+
+
+class Ledger:
+    """This peer's contributions, and what became of every sample-cell that it ever computed (invariant I4)."""
+
+    def __init__(self, cells: int, record: LedgerRecord | None = None):
+        self.cells = cells
+        self._all = (1 << cells) - 1
+        self._live: dict[int, Contribution] = {}
+        self._next = 0
+        self.computed = self.committed = 0
+        self.expired: dict[Cause, int] = {}
+        self._counted: dict[bytes, int] = {}
+        if record is not None:
+            self._next, self.computed, self.committed = record.next_number, record.computed, record.committed
+            self.expired, self._counted = dict(record.expired), dict(record.counted)
+            self._live = {  # the round that was in flight is over for a process that starts anew
+                each.number: each._replace(pending=each.pending | each.in_flight, in_flight=0, sealed=True)
+                for each in record.live
+            }
+
+    def record(self) -> LedgerRecord:
+        """Everything, to be written in one piece."""
+        return LedgerRecord(
+            tuple(self._live.values()),
+            self._next,
+            self.computed,
+            self.committed,
+            tuple(self.expired.items()),
+            tuple(self._counted.items()),
+        )
+
+    @property
+    def live(self) -> tuple[Contribution, ...]:
+        """Contributions with cells that are pending or in flight."""
+        return tuple(self._live.values())
+
+    @property
+    def pending_samples(self) -> int:
+        """Samples that a round could take now, late ones in full."""
+        return sum(each.samples * each.pending.bit_count() for each in self._live.values()) // self.cells
+
+    @property
+    def oldest_birth(self) -> int | None:
+        """Epoch of the oldest contribution that is not settled."""
+        return min((each.birth for each in self._live.values()), default=None)
+
+    def add(self, samples: int, birth: int) -> None:
+        """Add a microbatch whose gradients were computed on the parameters of epoch `birth`."""
+        self.computed += samples * self.cells
+        for each in self._live.values():
+            if each.birth == birth and not each.sealed:
+                self._live[each.number] = each._replace(samples=each.samples + samples)
+                return
+        self._live[self._next] = Contribution(self._next, birth, samples, self._all, 0, False)
+        self._next += 1
+
+    def send(self, peer: str) -> tuple[tuple[Share, int], ...]:
+        """Put every pending cell in flight; return the shares with their cells."""
+        sent = []
+        for each in list(self._live.values()):
+            if each.pending:
+                self._live[each.number] = each._replace(pending=0, in_flight=each.in_flight | each.pending, sealed=True)
+                sent.append((Share(peer, each.number, each.birth, each.samples), each.pending))
+        return tuple(sent)
+
+    def return_all(self) -> None:
+        """Cells in flight are pending again: their round is over, as far as this peer knows."""
+        for each in list(self._live.values()):
+            if each.in_flight:
+                self._live[each.number] = each._replace(pending=each.pending | each.in_flight, in_flight=0)
+
+    def commit(self, lineage: bytes, peer: str, answers: Iterable[Answer]) -> tuple[tuple[int, int], ...]:
+        """The entry with this lineage is on our branch.
+
+        :returns: (number, cells) of our contributions that it settled
+        """
+        if lineage in self._counted:
+            return ()
+        masks: dict[int, int] = {}
+        for answer in answers:
+            for share in answer.shares:
+                if share.peer == peer:
+                    masks[share.number] = masks.get(share.number, 0) | answer.cells
+        settled = []
+        for number, mask in masks.items():
+            each = self._live.get(number)
+            if each is None or not (mask := mask & (each.pending | each.in_flight)):
+                continue
+            self._live[number] = each._replace(
+                pending=each.pending & ~mask, in_flight=each.in_flight & ~mask, sealed=True
+            )
+            amount = each.samples * mask.bit_count()
+            self.committed += amount
+            self._counted[lineage] = self._counted.get(lineage, 0) + amount
+            settled.append((number, mask))
+        self._drop_settled()
+        return tuple(settled)
+
+    def forget_entries(self, kept: set[bytes]) -> None:
+        """Entries that left the log can no longer be lost."""
+        if len(self._counted) > len(kept):
+            self._counted = {lineage: amount for lineage, amount in self._counted.items() if lineage in kept}
+
+    def lose(self, lineages: Iterable[bytes], cause: Cause) -> None:
+        """Entries that are no longer on our branch: what they committed of ours is lost."""
+        for lineage in lineages:
+            amount = self._counted.pop(lineage, 0)
+            self.committed -= amount
+            self._expire(cause, amount)
+
+    def expire_born(self, before: int | None, after: int | None, cause: Cause) -> None:
+        """Expire what was born before epoch `before`, or after epoch `after`; None: no bound on that side."""
+        for each in list(self._live.values()):
+            if (before is not None and each.birth < before) or (after is not None and each.birth > after):
+                self._expire(cause, each.samples * (each.pending | each.in_flight).bit_count())
+                del self._live[each.number]
+
+    def _expire(self, cause: Cause, amount: int) -> None:
+        if amount:
+            self.expired[cause] = self.expired.get(cause, 0) + amount
+
+    def _drop_settled(self) -> None:
+        for each in list(self._live.values()):
+            if not each.pending | each.in_flight:
+                del self._live[each.number]
+
+
+class Accounts:
+    """For each peer, which cells of which contributions are committed: a function of the log alone (invariant I3).
+
+    Immutable. A number below a peer's floor is settled for ever, so the memory is bounded by `max_staleness`.
+    """
+
+    def __init__(
+        self,
+        settled: Mapping[str, Mapping[int, tuple[int, int]]] | None = None,
+        floors: Mapping[str, int] | None = None,
+    ):
+        self._settled = settled or {}  # peer -> number -> (cells, birth)
+        self._floors = floors or {}  # peer -> the first number that is not settled for ever
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Accounts):
+            return NotImplemented
+        return self._settled == other._settled and self._floors == other._floors
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def committed(self, peer: str, number: int) -> int:
+        """The cells of this contribution that are committed."""
+        if number < self._floors.get(peer, 0):
+            return -1  # all of them
+        cells, _ = self._settled.get(peer, {}).get(number, (0, 0))
+        return cells
+
+    def after(self, answers: Iterable[Answer], epoch: int, max_staleness: int) -> Accounts:
+        """The accounts behind an entry that leads to `epoch`."""
+        settled, floors = dict(self._settled), dict(self._floors)
+        touched: dict[str, dict[int, tuple[int, int]]] = {}
+        for answer in answers:
+            for share in answer.shares:
+                if share.peer not in touched:
+                    touched[share.peer] = dict(settled.get(share.peer, {}))
+                cells, birth = touched[share.peer].get(share.number, (0, share.birth))
+                touched[share.peer][share.number] = (cells | answer.cells, birth)
+        if epoch % ACCOUNT_SWEEP == 0:
+            touched = {peer: dict(numbers) for peer, numbers in settled.items()} | touched
+        for peer, numbers in touched.items():
+            for number in [number for number, (_, birth) in numbers.items() if birth < epoch - max_staleness]:
+                del numbers[number]
+                floors[peer] = max(floors.get(peer, 0), number + 1)
+            if numbers:
+                settled[peer] = numbers
+            else:
+                settled.pop(peer, None)
+        return Accounts(settled, floors)
+
+
+def why_refused(
+    answers: Sequence[Answer], accounts: Accounts, epoch: int, group: frozenset[str], max_staleness: int, cells: int
+) -> str | None:
+    """Why the shares of an entry do not add up; None: they do.
+
+    :param epoch: of the parent, so the age of a share is `epoch - birth`
+    """
+    covered = 0
+    known: dict[tuple[str, int], Share] = {}
+    for answer in answers:
+        if answer.cells & covered or not 0 < answer.cells < 1 << cells:
+            return "slices overlap"
+        covered |= answer.cells
+        if answer.reducer not in group:
+            return "a reducer is not in the group"
+        for share in answer.shares:
+            if known.setdefault((share.peer, share.number), share) != share:
+                return "one contribution is told in two ways"
+            if share.peer not in group or share.samples < 1:
+                return "a share has no member"
+            if not 0 <= epoch - share.birth <= max_staleness:
+                return "a share has an age that is not allowed"
+            if accounts.committed(share.peer, share.number) & answer.cells:
+                return "a share is committed already"
+        if len(set(answer.shares)) < len(answer.shares):
+            return "a share is counted twice"
+    return None

@@ -1,0 +1,494 @@
+"""What a core hears and says: messages between peers, events from its own process, and actions for it.
+
+The process around a core checks signatures before a message comes in, bounds what it decodes, and executes actions in
+their order. It may die between any two actions; what must survive is written by `Persist` before it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.contributions import Accounts, Answer, LedgerRecord, Share
+from volunteer_kit.swarm.sync.log import (
+    Entry,
+    Goodbye,
+    Head,
+    LogItem,
+    Member,
+    Opening,
+    RollbackOrder,
+    Verdict,
+)
+
+# --- between peers ---
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A member tells the leader once a second what it could bring."""
+
+    ballot: Ballot
+    member: Member
+    samples: int  # pending
+    bandwidth: float  # Mbit/s up; 0: reduces nothing
+    round_seconds: float | None  # learned: from a round's beginning to its last answer
+    alone_for: float  # s without a quorum in touch
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The leader's heartbeat."""
+
+    ballot: Ballot
+    quorum: bool  # whether the leader hears a quorum
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The leader of a ballot above 0 asks for a promise."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """To accept nothing below `ballot` in this slot; it carries the accepted proposal."""
+
+    ballot: Ballot
+    accepted: Entry | None
+    accepted_at: Ballot | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The answer to who uses a ballot that this peer does not follow: a leader that it hears, or a higher promise."""
+
+    ballot: Ballot
+
+
+class Round(NamedTuple):
+    """All that a leader says when a round begins; the fingerprint is the hash of it, and parts travel under it."""
+
+    slot: bytes
+    ballot: Ballot
+    attempt: int
+    group: tuple[Member, ...]
+    samples: tuple[int, ...]  # that each member reported, as `group` is ordered
+    slices: tuple[tuple[str, int], ...]  # reducer, cells
+    exchange_seconds: float
+    vote_seconds: float
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Parts may travel."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The answers that a member has when its exchange is over."""
+
+    fingerprint: bytes
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """The leader proposes an entry. Above ballot 0 the promises of a quorum show that it had to be this one."""
+
+    ballot: Ballot
+    entry: Entry
+    promises: tuple[tuple[str, Promise], ...]  # by peer; signed
+    goodbyes: tuple[Goodbye, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """For an entry at a ballot. The voter keeps the entry and its answers' bytes."""
+
+    ballot: Ballot
+    entry: bytes  # lineage
+    sketch: float | None  # of the voter's parameters at the parent
+
+
+@dataclass(frozen=True, slots=True)
+class Sketches:
+    """What the voters' parameters look like, from the leader: who is outside the plurality takes a snapshot."""
+
+    slot: bytes
+    sketches: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskItems:
+    """Send what comes behind the newest of these lineages that you have (newest first)."""
+
+    lineages: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The answer to `AskItems`, or the certificate of a new entry. `items[0]` follows `after`.
+
+    No items: the answerer has none of the lineages, or not any more.
+    """
+
+    after: bytes | None
+    items: tuple[LogItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskOpening:
+    """Sign this opening of a branch, please."""
+
+    opening: Opening
+
+
+@dataclass(frozen=True, slots=True)
+class SignOpening:
+    """A signature under an opening."""
+
+    opening: bytes  # lineage
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A rollback order; the monitor signed it."""
+
+    order: RollbackOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """A proof against a peer, for everybody."""
+
+    verdict: Verdict
+
+
+Body = (
+    Report
+    | Lead
+    | Ask
+    | Promise
+    | Refuse
+    | Begin
+    | Held
+    | Propose
+    | Vote
+    | Sketches
+    | AskItems
+    | Items
+    | Goodbye
+    | AskOpening
+    | SignOpening
+    | Order
+    | Accuse
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Everything between peers says where its sender is. A body that speaks of a slot means the head's lineage."""
+
+    head: Head | None  # None: the sender has no parameters yet
+    body: Body
+
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The process runs; also after a restart."""
+
+
+class Timer(Enum):
+    """Setting a timer replaces an earlier one of its name."""
+
+    TICK = "tick"  # the heartbeat
+    PHASE = "phase"  # the bound of the phase
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A timer is due."""
+
+    timer: Timer
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message came. Its signatures hold: the sender's, and those that it carries."""
+
+    sender: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSeen:
+    """Discovery knows this peer. `speed` is what its device is believed to do, in samples per second."""
+
+    member: Member
+    speed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The device finished a microbatch on the parameters of `epoch`."""
+
+    samples: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeEnded:
+    """All answers are here, or the exchange was ended before: these are here."""
+
+    fingerprint: bytes
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersHeld:
+    """Answers that were to be fetched are here, by their hashes."""
+
+    digests: frozenset[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """A snapshot arrived. Its manifest, bounds and witnesses were checked."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFailed:
+    """The source did not give a snapshot."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sketched:
+    """A sketch of the parameters at this lineage."""
+
+    lineage: bytes
+    sketch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """This process found a proof against a peer, or checked one that was sent."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """The volunteer wants to leave."""
+
+
+Event = (
+    Started
+    | TimerFired
+    | Received
+    | PeerSeen
+    | Computed
+    | ExchangeEnded
+    | AnswersHeld
+    | SnapshotTaken
+    | SnapshotFailed
+    | Sketched
+    | Proven
+    | LeaveRequested
+)
+
+# --- what is durable ---
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The log's tail and the accounts at its end; the parameters travel beside it."""
+
+    items: tuple[LogItem, ...]
+    accounts: Accounts
+
+    @property
+    def head(self) -> Head:
+        """Where it leads."""
+        return self.items[-1].head
+
+
+@dataclass(frozen=True, slots=True)
+class BallotRecord:
+    """What this peer may never forget about its slot: invariant I6."""
+
+    slot: bytes
+    promised: Ballot
+    accepted: Entry | None = None
+    accepted_at: Ballot | None = None
+    proposed_at: Ballot | None = None  # the highest ballot at which it proposed itself
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningRecord:
+    """The last opening that this peer signed."""
+
+    opening: Opening
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecord:
+    """The log and the accounts. The process makes the parameters of its head recoverable with it."""
+
+    snapshot: Snapshot
+
+
+Record = BallotRecord | OpeningRecord | HeadRecord | LedgerRecord | Goodbye
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """What a process finds when it starts again: the last record of each kind. A process with a `Goodbye` starts as a
+    new peer, with a key of its own."""
+
+    head: HeadRecord | None = None
+    ballot: BallotRecord | None = None
+    opening: OpeningRecord | None = None
+    ledger: LedgerRecord | None = None
+    held: frozenset[bytes] = frozenset()  # hashes of the answers whose bytes are on the disk
+
+
+# --- actions ---
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write these records in one piece and flush them before the next action. A `BallotRecord` with an accepted entry
+    keeps the bytes of its answers; a `HeadRecord` keeps those of its log's entries."""
+
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message; it may be lost, late, or come twice."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Fire `timer` at this time of the core's clock; None: not at all."""
+
+    timer: Timer
+    at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartExchange:
+    """Send these shares to the reducers of the round, and reduce if a slice is ours.
+
+    The sender's error-feedback residuals stay tentative, by fingerprint and cell, until `Apply` or `DropRound`.
+    """
+
+    round: Round
+    shares: tuple[tuple[Share, int], ...]  # with their cells
+
+
+@dataclass(frozen=True, slots=True)
+class EndExchange:
+    """Stop it; answer with `ExchangeEnded` and what is here."""
+
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAnswers:
+    """Get the bytes of these answers from any of the sources."""
+
+    digests: frozenset[bytes]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSnapshot:
+    """Get a snapshot from this peer."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Take the step. Rounds of the slot are over: residuals of cells that entered count, all others are undone."""
+
+    item: LogItem
+    own: tuple[tuple[int, int], ...]  # (number, cells) of this peer's contributions that it settled
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Replace parameters and statistics by the snapshot's, or by the checkpoint of a rollback order."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Whether the device may compute."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """Refuse this peer from now on."""
+
+    verdict: Verdict
+
+
+class Topic(Enum):
+    """What people are told."""
+
+    ROUND_FAILED = "round failed"
+    REFUSED = "proposal refused"
+    CAUGHT_UP = "caught up"
+    BRANCH_OPENED = "branch opened"
+    BRANCH_LOST = "branch lost"
+    ROLLED_BACK = "rolled back"
+    DRIFTED = "drifted"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """News for the volunteer or the host."""
+
+    topic: Topic
+    about: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+Action = (
+    Persist
+    | Send
+    | SetTimer
+    | StartExchange
+    | EndExchange
+    | FetchAnswers
+    | FetchSnapshot
+    | Apply
+    | Adopt
+    | Compute
+    | Ban
+    | Tell
+)
