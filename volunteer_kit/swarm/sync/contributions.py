@@ -114,9 +114,15 @@ class Ledger:
         """Epoch of the oldest contribution that is not settled."""
         return min((each.birth for each in self._live.values()), default=None)
 
-    def add(self, samples: int, birth: int) -> None:
-        """Add a microbatch whose gradients were computed on the parameters of epoch `birth`."""
+    def add(self, samples: int, birth: int, expired: Cause | None = None) -> None:
+        """Add a microbatch whose gradients were computed on the parameters of epoch `birth`.
+
+        :param expired: why they are of no use; None: they are
+        """
         self.computed += samples * self.cells
+        if expired is not None:
+            self._expire(expired, samples * self.cells)
+            return
         for each in self._live.values():
             if each.birth == birth and not each.sealed:
                 self._live[each.number] = each._replace(samples=each.samples + samples)

@@ -99,12 +99,25 @@ class RollbackOrder(_Hashed):
     members: tuple[Member, ...]
 
 
-class Goodbye(NamedTuple):
-    """A signed promise never to vote again. `accepted` is the leaver's accepted entry of its slot."""
+@dataclass(frozen=True)
+class Goodbye:
+    """A signed promise never to vote again, with the leaver's accepted proposal of its slot."""
 
     peer: str
     slot: bytes
-    accepted: bytes | None  # lineage
+    accepted: Entry | None = None
+    accepted_at: Ballot | None = None
+
+    def is_vote_for(self, entry: Entry) -> bool:
+        """Whether it counts as a vote for this entry, and for no other."""
+        return self.slot == entry.parent and self.accepted == entry
+
+    def leaves(self, slot: bytes) -> bool:
+        """Whether the leaver does not count in the denominator of this slot: it never accepted anything there.
+
+        Its own slot is this one, or one before it.
+        """
+        return self.slot != slot or self.accepted is None
 
 
 class Certificate(NamedTuple):
@@ -214,14 +227,8 @@ class Membership:
 
     def certifies(self, certificate: Certificate, entry: Entry) -> bool:
         """Whether the certificate's votes are a quorum of this electorate for the entry."""
-        left = frozenset(
-            each.peer for each in certificate.goodbyes if each.slot != entry.parent or each.accepted is None
-        )
-        for_it = frozenset(
-            each.peer
-            for each in certificate.goodbyes
-            if each.slot == entry.parent and each.accepted == entry.lineage
-        )
+        left = frozenset(each.peer for each in certificate.goodbyes if each.leaves(entry.parent))
+        for_it = frozenset(each.peer for each in certificate.goodbyes if each.is_vote_for(entry))
         return certificate.entry == entry.lineage and is_quorum(
             self.electorate, (certificate.voters - left) | for_it, left
         )
@@ -285,11 +292,13 @@ class LogItem:
         return False
 
     def may_open(self, opening: Opening, signers: frozenset[str]) -> bool:
-        """Whether the opening is whole: every member signed, all are of the view, and one of them can be called."""
+        """Whether the opening is whole: every member signed, one of them can be called, and all are of the view, or
+        nobody is."""
         view = self.membership.view
+        known = sum(view.get(each.peer) == each for each in opening.members)
         return (
             {each.peer for each in opening.members} == signers
-            and all(view.get(each.peer) == each for each in opening.members)
+            and known in (0, len(opening.members))
             and any(each.public for each in opening.members)
         )
 

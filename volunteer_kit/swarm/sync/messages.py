@@ -120,10 +120,10 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Sketches:
-    """What the voters' parameters look like, from the leader: who is outside the plurality takes a snapshot."""
+    """The votes for an entry with their sketches, from the leader: a voter outside the plurality takes a snapshot."""
 
     slot: bytes
-    sketches: tuple[tuple[str, float], ...]
+    votes: tuple[tuple[str, Vote], ...]  # by peer; signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +241,10 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The device finished a microbatch on the parameters of `epoch`."""
+    """The device finished a microbatch on the parameters that had this lineage when it began."""
 
     samples: int
-    epoch: int
+    lineage: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,11 +398,15 @@ class SetTimer:
 class StartExchange:
     """Send these shares to the reducers of the round, and reduce if a slice is ours.
 
+    A reducer takes a member's shares up to its limit, the oldest first, and none that `spent` has.
+
     The sender's error-feedback residuals stay tentative, by fingerprint and cell, until `Apply` or `DropRound`.
     """
 
     round: Round
     shares: tuple[tuple[Share, int], ...]  # with their cells
+    limits: tuple[tuple[str, float], ...]  # samples that are believed of each member
+    spent: Accounts  # what is committed already
 
 
 @dataclass(frozen=True, slots=True)

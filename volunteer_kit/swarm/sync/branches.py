@@ -1,0 +1,78 @@
+"""Branches: how survivors without a quorum go on, and which branch wins when two meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from volunteer_kit.swarm.sync.ballots import leader_order
+from volunteer_kit.swarm.sync.log import Entry, Head, Log, LogItem, Member, Opening, RollbackOrder, is_chain
+
+ALONE_SLACK: Final = 5.0  # s; peers do not miss a quorum at the same moment
+
+
+@dataclass
+class OpeningAttempt:
+    """An opening that this peer asked others to sign."""
+
+    opening: Opening
+    asked: float  # s
+    signers: set[str] = field(default_factory=set)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every member has signed."""
+        return {each.peer for each in self.opening.members} <= self.signers
+
+
+def opener(slot: bytes, members: Iterable[Member]) -> str | None:
+    """The member that asks the others to sign; None: nobody of them can be called, so there is no branch."""
+    order = leader_order(slot, (each.peer for each in members if each.public))
+    return order[0] if order else None
+
+
+def opening_members(item: LogItem, alone: Sequence[Member]) -> tuple[Member, ...]:
+    """The members of an opening: those of the view that are alone together.
+
+    Newcomers open a branch only if nobody of the view is there: everybody has left.
+    """
+    known = tuple(sorted(each for each in alone if item.membership.view.get(each.peer) == each))
+    return known or tuple(sorted(alone))
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """What another peer has behind an item of our log, its proofs checked."""
+
+    base: LogItem
+    items: tuple[LogItem, ...]
+
+    @property
+    def head(self) -> Head:
+        """Where it leads."""
+        return self.items[-1].head
+
+    @property
+    def order_place(self) -> int | None:
+        """The place of its last rollback order."""
+        places = [place for place, item in enumerate(self.items) if isinstance(item.step, RollbackOrder)]
+        return places[-1] if places else None
+
+    @property
+    def opens_at_once(self) -> bool:
+        """Whether the first step is the opening of a branch."""
+        return isinstance(self.items[0].step, Opening)
+
+    @property
+    def sample_cells(self) -> int:
+        """What its entries committed."""
+        return sum(item.step.sample_cells for item in self.items if isinstance(item.step, Entry))
+
+
+def checked_suffix(log: Log, after: bytes | None, items: tuple[LogItem, ...]) -> Suffix | None:
+    """The items as a suffix of one of ours; None: they do not follow, or a proof does not hold."""
+    if after is None or not items or after not in log:
+        return None
+    base = log.item(after)
+    return Suffix(base, items) if is_chain((base, *items)) else None

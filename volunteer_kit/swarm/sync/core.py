@@ -1,0 +1,1523 @@
+"""The synchronization core of one peer: a state machine that commits, then applies.
+
+Read it from `handle`: events come in, actions go out. The parts, in the order of one epoch: the heartbeat, ballots, a
+round, its proposal and votes, the commit; then catching up, branches, rollbacks, and leaving. `docs/protocol.md` says
+why each rule is there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from volunteer_kit.swarm.sync import leading
+from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, may_lead
+from volunteer_kit.swarm.sync.beliefs import LEADER_SLACK, VOTER_SLACK, Beliefs
+from volunteer_kit.swarm.sync.branches import (
+    ALONE_SLACK,
+    OpeningAttempt,
+    Suffix,
+    checked_suffix,
+    opener,
+    opening_members,
+)
+from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger, why_refused
+from volunteer_kit.swarm.sync.leading import Leadership
+from volunteer_kit.swarm.sync.log import (
+    Certificate,
+    Entry,
+    Goodbye,
+    Head,
+    Log,
+    LogItem,
+    Member,
+    Membership,
+    Opening,
+    RollbackOrder,
+    is_chain,
+)
+from volunteer_kit.swarm.sync.messages import (
+    Accuse,
+    Action,
+    Adopt,
+    AnswersHeld,
+    Apply,
+    Ask,
+    AskItems,
+    AskOpening,
+    BallotRecord,
+    Ban,
+    Begin,
+    Body,
+    Compute,
+    Computed,
+    Durable,
+    EndExchange,
+    Event,
+    ExchangeEnded,
+    FetchAnswers,
+    FetchSnapshot,
+    HeadRecord,
+    Held,
+    Items,
+    Lead,
+    LeaveRequested,
+    Message,
+    OpeningRecord,
+    Order,
+    PeerSeen,
+    Persist,
+    Promise,
+    Propose,
+    Proven,
+    Received,
+    Record,
+    Refuse,
+    Report,
+    Round,
+    Send,
+    SetTimer,
+    SignOpening,
+    Sketched,
+    Sketches,
+    Snapshot,
+    SnapshotFailed,
+    SnapshotTaken,
+    Started,
+    StartExchange,
+    Tell,
+    Timer,
+    TimerFired,
+    Topic,
+    Vote,
+)
+from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
+from volunteer_kit.swarm.sync.promises import Acceptor
+from volunteer_kit.swarm.sync.timing import Deadline, agreed
+
+MIN_BATCH: Final = 0.5  # of the target: an entry with less is proposed only behind the epoch's deadline
+EARLY: Final = 0.5  # of the epoch's deadline: a leader that begins before it, without the samples, lies
+ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
+HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
+LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """What every peer of a run shares; times in seconds. `benchmarks/protocol_goodput.py` shows where they come from.
+    """
+
+    target_batch_size: int  # samples of one epoch
+    max_staleness: int = 4  # epochs
+    cells: int = 16  # that the parameter vector is cut into
+    overlap: bool = True  # devices compute while a round runs
+    heartbeat: float = 1.0
+    leader_timeout: float = 3.0  # without a word of the leader
+    suspect_after: float = 5.0  # without a word of a member
+    isolated_after: float = 10.0  # without a quorum in touch
+    alone_after: float = 60.0  # then survivors open a branch
+    epoch_deadline: float = 120.0  # a round begins by then, whatever is there
+    exchange_ceiling: float = 60.0
+    exchange_floor: float = 2.0
+    vote_ceiling: float = 20.0
+    vote_floor: float = 2.0
+    gather: float = 1.0  # the leader waits so long for answers that only others have
+    catching_up_patience: float = 40.0  # a round waits so long while most in touch are catching up
+    fetch_patience: float = 8.0  # for answers, before another source is asked
+    snapshot_patience: float = 120.0
+    kept_entries: int = 48
+    sketch_tolerance: float = 1e-3
+
+
+@dataclass
+class Contact:
+    """What this peer knows of another one."""
+
+    member: Member
+    heard: float = float("-inf")  # s
+    head: Head | None = None
+    report: Report | None = None
+    reported: float = float("-inf")  # s
+    sent_items: float = float("-inf")  # s
+    asked_items: float = float("-inf")  # s
+    avoided_until: float = float("-inf")  # s; its snapshots or items did not hold
+
+
+class SyncCore:
+    """One peer's part in the protocol.
+
+    :param me: this peer
+    :param durable: what its process found on the disk
+    :param genesis: of a founder; a peer with neither joins by a snapshot
+    :param now: s, of the clock that every call of `handle` uses
+    """
+
+    def __init__(
+        self, config: SyncConfig, me: Member, durable: Durable | None, genesis: LogItem | None, now: float
+    ):
+        self.config = config
+        self.me = me
+        self._now = now
+        self._actions: list[Action] = []
+        durable = durable or Durable()
+        self.ledger = Ledger(config.cells, durable.ledger)
+        self.accounts = Accounts()
+        self._held: dict[bytes, int] = dict.fromkeys(durable.held, 0)  # hash of an answer -> epoch
+        self._last_opening = durable.opening.opening if durable.opening is not None else None
+        self._fresh_genesis = durable.head is None and genesis is not None
+        if durable.head is not None:
+            self.accounts = durable.head.snapshot.accounts
+            self.log: Log | None = Log(durable.head.snapshot.items, config.kept_entries)
+        else:
+            self.log = Log((genesis,), config.kept_entries) if genesis is not None else None
+        self._clock = PhaseClock(Phase.COLLECTING if self.log is not None else Phase.JOINING, now)
+        self._contacts: dict[str, Contact] = {}
+        self._beliefs = Beliefs(config.max_staleness)
+        self._banned: dict[str, Ban] = {}
+        self._goodbyes: dict[str, Goodbye] = {}
+        self._goodbyes_ahead: dict[str, Goodbye] = {}  # of peers that were ahead of us
+        self._round_time = Deadline(config.exchange_ceiling, config.exchange_floor)
+        self._vote_time = Deadline(config.vote_ceiling, config.vote_floor)
+        self._epochs: deque[float] = deque(maxlen=HISTORY)  # s
+        self._sketch: tuple[bytes, float] | None = None
+        self._damaged = False
+        self._leaving = False
+        self._computes: bool | None = None
+        self._quorum_at = now
+        self._replay: tuple[LogItem, ...] = ()
+        self._source: str | None = None  # of the items that are replayed
+        self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
+        self._opening: OpeningAttempt | None = None
+        self._acceptor = Acceptor(b"")
+        if self.log is not None:
+            self._enter_slot(durable.ballot)
+
+    # --- what others may read ---
+
+    @property
+    def phase(self) -> Phase:
+        """What the peer is doing."""
+        return self._clock.phase
+
+    @property
+    def head(self) -> Head | None:
+        """Where it is; None: it has no parameters yet."""
+        return None if self.log is None else self.log.last.head
+
+    @property
+    def computes(self) -> bool:
+        """Whether the device may compute."""
+        return bool(self._computes)
+
+    @property
+    def ballot(self) -> BallotRecord | None:
+        """What it promised, accepted and proposed in its slot."""
+        return None if self.log is None else self._acceptor.record
+
+    @property
+    def turn(self) -> int:
+        """The turn that it follows in its slot."""
+        return self._turn
+
+    @property
+    def epoch_seconds(self) -> float:
+        """How long an epoch takes, as this peer saw it."""
+        return median(self._epochs) if self._epochs else self.config.epoch_deadline
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take an event; return what to do, in this order.
+
+        :param now: s, never less than before
+        """
+        self._now = max(now, self._now)
+        self._actions = []
+        if self.phase is not Phase.LEAVING:
+            self._handlers[type(event)](self, event)
+            self._allow_computing()
+        return self._actions
+
+    # --- the process's events ---
+
+    def _on_started(self, event: Started) -> None:
+        if self._fresh_genesis:
+            self._persist(self._head_record(), self.ledger.record())
+        self._set_timer(Timer.TICK, self._now + self.config.heartbeat)
+        if self.log is None:
+            self._look_for_snapshot()
+
+    def _on_timer(self, event: TimerFired) -> None:
+        if event.timer is Timer.TICK:
+            self._set_timer(Timer.TICK, self._now + self.config.heartbeat)
+            self._tick()
+        elif self._clock.until is not None and self._now >= self._clock.until:
+            self._phase_is_over()
+        elif self.phase is Phase.VOTING and self._lead is not None:
+            self._propose_if_ready(self._lead)
+
+    def _on_peer_seen(self, event: PeerSeen) -> None:
+        if event.member.peer != self.me.peer:
+            self._contact(event.member.peer).member = event.member
+        self._beliefs.saw(event.member, event.speed)
+
+    def _on_computed(self, event: Computed) -> None:
+        birth, cause = self._birth(event.lineage)
+        self.ledger.add(event.samples, birth, cause)
+        self._expire_stale()
+        self._persist(self.ledger.record())
+        if self._lead is not None:
+            self._begin_if_ready()
+
+    def _birth(self, lineage: bytes) -> tuple[int, Cause | None]:
+        """Epoch of the parameters of a microbatch, or why they are not on our branch any more."""
+        assert self.log is not None
+        for item in reversed(self.log.items):
+            if item.head.lineage == lineage:
+                return item.head.epoch, None
+            if isinstance(item.step, RollbackOrder):
+                return 0, Cause.ROLLBACK
+        return 0, Cause.LOST_BRANCH if self.log.items[0].head.epoch == 0 else Cause.UNKNOWN
+
+    def _on_sketched(self, event: Sketched) -> None:
+        self._sketch = (event.lineage, event.sketch)
+
+    def _on_proven(self, event: Proven) -> None:
+        verdict = event.verdict
+        if verdict.peer in self._banned or verdict.peer == self.me.peer:
+            return
+        self._banned[verdict.peer] = Ban(verdict)
+        self._do(self._banned[verdict.peer])
+        for peer in self._in_touch():
+            self._send(peer, Accuse(verdict))
+        self._skip_turn_of(verdict.peer)
+
+    # --- the heartbeat ---
+
+    def _tick(self) -> None:
+        if self.log is None:
+            self._look_for_snapshot()
+            return
+        if self._fetching is not None and self._now - self._fetching[1] > self.config.snapshot_patience:
+            self._snapshot_failed(self._fetching[0])
+        if self.phase is Phase.CATCHING_UP:
+            if self._source is not None:
+                self._send(self._source, self._report())
+            return
+        self._expire_stale()
+        if self._damaged:
+            self._seek_undamaged()
+        lead = self._lead
+        if lead is not None:
+            self._tick_as_leader(lead)
+        else:
+            self._report_to_leader()
+        if self._lead is None and self._now - self._heard > self.config.leader_timeout + self._jitter():
+            if self.phase in (Phase.COLLECTING, Phase.ISOLATED):
+                self._next_turn()
+        alone = self._now - self._quorum_at
+        if self.phase is Phase.COLLECTING and alone > self.config.isolated_after:
+            self._move(Phase.ISOLATED)
+        if self.phase is Phase.ISOLATED:
+            self._tick_alone(alone)
+
+    def _tick_as_leader(self, lead: Leadership) -> None:
+        if lead.active:
+            quorum = self._hears_quorum()
+            if quorum:
+                self._quorum_at = self._heard = self._now
+                if self.phase is Phase.ISOLATED:
+                    self._move(Phase.COLLECTING)
+            for peer in self._audience():
+                self._send(peer, Lead(lead.ballot, quorum))
+            if lead.proposal is not None and self.phase is not Phase.VOTING:
+                self._send_proposal(lead)
+            self._begin_if_ready()
+            if not quorum and self._now - max(self._heard, lead.since) > 2 * self.config.leader_timeout:
+                self._next_turn()  # this peer may be cut off in one direction
+        else:
+            for peer in self._electorate() - {self.me.peer}:
+                self._send(peer, Ask(lead.ballot))
+            if lead.fetching_since is not None and self._now - lead.fetching_since > self.config.leader_timeout:
+                _, reporters = lead.highest_accepted(self._voting_goodbyes(), self._own_promise(lead.ballot))
+                for peer in reporters:  # they did not serve the bytes: their answers do not count
+                    lead.promises.pop(peer, None)
+                    self._goodbyes.pop(peer, None)
+                lead.fetching_since = None
+            self._try_to_lead()
+            if self._lead is lead and not lead.active and self._now - lead.since > 2 * self.config.leader_timeout:
+                self._next_turn()
+
+    def _report_to_leader(self) -> None:
+        leader = self._leader(self._turn)
+        if self._turn >= len(self._order):
+            for peer, contact in self._contacts.items():
+                if contact.member.public and peer not in self._banned:
+                    self._send(peer, self._report())
+        elif leader is not None and leader != self.me.peer:
+            self._send(leader, self._report())
+
+    def _report(self) -> Report:
+        return Report(
+            self._ballot_followed(),
+            self.me,
+            self.ledger.pending_samples,
+            self._bandwidth,
+            self._round_time.learnt,
+            self._now - self._quorum_at,
+        )
+
+    _bandwidth = 10.0  # Mbit/s; a process measures it
+
+    def measured_bandwidth(self, mbit: float) -> None:
+        """What this peer's uplink does, in Mbit/s: its share of the reducing follows from it."""
+        self._bandwidth = mbit if self.me.public else 0.0
+
+    # --- ballots ---
+
+    def _enter_slot(self, record: BallotRecord | None = None) -> None:
+        """Begin at the head: nobody has been heard, nothing is promised, unless a record of this slot says so."""
+        assert self.log is not None
+        item = self.log.last
+        self._acceptor = Acceptor(item.head.lineage, record)
+        self._order = leader_order(item.head.lineage, item.membership.public)
+        self._turn = self._acceptor.first_turn
+        self._slot_began = self._heard = self._now
+        self._lead: Leadership | None = None
+        self._followed: Ballot | None = None
+        self._refused: set[Ballot] = set()
+        self._rounds_failed = 0
+        self._round: Round | None = None
+        self._answers: dict[bytes, tuple[Answer, ...]] = {}  # by fingerprint
+        self._considered: Propose | None = None
+        self._opening = None
+        known = self._goodbyes | {
+            peer: goodbye for peer, goodbye in self._goodbyes_ahead.items() if self._has_left(goodbye)
+        }
+        self._goodbyes = {peer: goodbye for peer, goodbye in known.items() if peer in item.membership.view}
+        self._goodbyes_ahead = {
+            peer: goodbye for peer, goodbye in self._goodbyes_ahead.items() if peer not in self._goodbyes
+        }
+        if self._leader(self._turn) == self.me.peer:
+            self._stand()
+
+    def _leader(self, turn: int) -> str | None:
+        """Whose turn it is. Behind the last member's turn it is the turn of any public peer at the head, one by one."""
+        if turn < len(self._order):
+            return self._order[turn]
+        head = self._lineage()
+        public = {peer for peer in self._in_touch() if self._at_head(peer) and self._contacts[peer].member.public}
+        public |= set(self._order) - set(self._banned)
+        if self.me.public:
+            public.add(self.me.peer)
+        order = leader_order(head, public)
+        return order[turn % len(order)] if order else None
+
+    def _ballot_followed(self) -> Ballot:
+        if self._lead is not None:
+            return self._lead.ballot
+        if self._followed is not None and self._followed.turn == self._turn:
+            return self._followed
+        return Ballot(self._turn, self._leader(self._turn) or "")
+
+    def _stand(self) -> None:
+        """Lead this turn: at once if nobody can have promised anything above, else after a quorum's promises."""
+        ballot = Ballot(self._turn, self.me.peer)
+        if not self._acceptor.may_propose(ballot):
+            return
+        self._lead = Leadership(ballot, active=self._turn == 0, since=self._now)
+        if self._turn > 0:
+            for peer in self._electorate() - {self.me.peer}:
+                self._send(peer, Ask(ballot))
+            self._try_to_lead()
+
+    def _next_turn(self) -> None:
+        """Nobody leads: count one further. This binds nobody, only a promise does."""
+        turn = self._turn + 1
+        while turn < len(self._order) and (self._order[turn] in self._goodbyes or self._order[turn] in self._banned):
+            turn += 1
+        self._follow_turn(turn)
+        if self._leader(self._turn) == self.me.peer:
+            self._stand()
+        else:
+            self._report_to_leader()
+
+    def _skip_turn_of(self, peer: str) -> None:
+        """The leader has left or is banned."""
+        if self.log is not None and self.phase is not Phase.CATCHING_UP and self._leader(self._turn) == peer:
+            self._next_turn()
+
+    def _follow_turn(self, turn: int) -> None:
+        self._turn = turn
+        self._heard = self._now
+        self._lead = None
+        self._rounds_failed = 0
+
+    def _follow(self, ballot: Ballot) -> None:
+        """This ballot's leader is heard."""
+        if self._lead is not None and self._lead.ballot != ballot:
+            self._lead = None
+        if ballot.turn != self._turn:
+            self._follow_turn(ballot.turn)
+        self._followed = ballot
+
+    def _hears_leader(self) -> bool:
+        """Whether a leader that has a quorum was heard just now."""
+        if self._lead is not None:
+            return self._lead.active and self._hears_quorum()
+        return self._followed is not None and self._now - self._heard < self.config.leader_timeout
+
+    def _on_report(self, sender: str, report: Report) -> None:
+        contact = self._contacts[sender]
+        contact.member, contact.report, contact.reported = report.member, report, self._now
+        if self._lead is not None and self._lead.active:
+            if report.ballot > self._lead.ballot and self._hears_quorum():
+                self._send(sender, Refuse(self._lead.ballot))  # it counted alone
+            self._begin_if_ready()
+        elif report.ballot.turn > self._turn:
+            if self._hears_leader():
+                self._send(sender, Refuse(self._ballot_followed()))
+            elif self._leader(report.ballot.turn) == self.me.peer:
+                self._follow_turn(report.ballot.turn)
+                self._stand()
+
+    def _on_lead(self, sender: str, body: Lead) -> None:
+        if not body.quorum and body.ballot < self._ballot_followed():
+            return  # it calls nobody back
+        if not self._may_follow(sender, body.ballot):
+            return
+        self._follow(body.ballot)
+        if body.quorum:
+            self._heard = self._quorum_at = self._now
+            if self.phase is Phase.ISOLATED:
+                self._move(Phase.COLLECTING)
+
+    def _may_follow(self, sender: str, ballot: Ballot) -> bool:
+        """Whether to listen to this leader; one with a lower ballot is told."""
+        if ballot.leader != sender or not may_lead(ballot, self._order) or ballot in self._refused:
+            return False
+        if ballot < self._acceptor.promised:
+            self._send(sender, Refuse(self._acceptor.promised))
+            return False
+        if ballot < self._ballot_followed() and self._hears_leader():
+            self._send(sender, Refuse(self._ballot_followed()))
+            return False
+        return True
+
+    def _on_ask(self, sender: str, body: Ask) -> None:
+        ballot = body.ballot
+        if ballot.leader != sender or not may_lead(ballot, self._order) or ballot in self._refused:
+            return
+        if ballot < self._acceptor.promised:
+            self._send(sender, Refuse(self._acceptor.promised))
+        elif ballot > self._acceptor.promised and self._hears_leader() and ballot > self._ballot_followed():
+            self._send(sender, Refuse(self._ballot_followed()))
+        else:
+            if ballot > self._acceptor.promised:
+                self._persist(self._acceptor.promise(ballot))
+            self._follow(ballot)
+            self._heard = self._now
+            self._send(sender, self._acceptor.answer(ballot))
+
+    def _on_refuse(self, sender: str, body: Refuse) -> None:
+        lead, ballot = self._lead, body.ballot
+        if lead is None:
+            return
+        if ballot > lead.ballot:
+            lead.refusals.add(sender)
+            voters = self._electorate() - lead.refusals
+            if not is_quorum(self._electorate(), voters, self._left()):
+                self._follow_turn(max(self._turn, ballot.turn))
+                if self._leader(self._turn) == self.me.peer:
+                    self._next_turn()
+        elif not lead.active and ballot >= self._acceptor.promised and ballot not in self._refused:
+            self._follow_turn(ballot.turn)  # its leader is alive
+
+    def _on_promise(self, sender: str, body: Promise) -> None:
+        if self._lead is not None and body.ballot == self._lead.ballot:
+            self._lead.promises[sender] = body
+            self._try_to_lead()
+
+    def _own_promise(self, ballot: Ballot) -> Promise:
+        return self._acceptor.answer(ballot)
+
+    def _try_to_lead(self) -> None:
+        """Become the leader once a quorum has promised, and propose again what it accepted."""
+        lead = self._lead
+        if lead is None or lead.active or not self._acceptor.may_propose(lead.ballot):
+            return
+        goodbyes = self._voting_goodbyes()
+        promised = {*lead.promises, self.me.peer, *(each.peer for each in goodbyes)}
+        if not is_quorum(self._electorate(), promised, self._left()):
+            return
+        entry, reporters = lead.highest_accepted(goodbyes, self._own_promise(lead.ballot))
+        if entry is not None and (missing := self._missing(entry)):
+            if lead.fetching_since is None:
+                lead.fetching_since = self._now
+                self._do(FetchAnswers(missing, tuple(sorted(reporters))))
+            return
+        lead.promises[self.me.peer] = self._own_promise(lead.ballot)
+        self._persist(self._acceptor.promise(lead.ballot))  # to itself last
+        lead.active = True
+        self._heard = self._now
+        for peer in self._audience():
+            self._send(peer, Lead(lead.ballot, True))
+        if entry is not None:
+            self._propose(lead, entry)
+        else:
+            self._begin_if_ready()
+
+    # --- a round ---
+
+    def _begin_if_ready(self) -> None:
+        lead = self._lead
+        if lead is None or not lead.active or lead.proposal is not None:
+            return
+        if self.phase not in (Phase.COLLECTING, Phase.ISOLATED) or self._leaving or self._damaged:
+            return
+        group: list[tuple[Member, int, float]] = [(self.me, self.ledger.pending_samples, self._bandwidth)]
+        learnt = [self._round_time.learnt]
+        for peer, contact in self._contacts.items():
+            report = contact.report
+            if report is not None and self._may_take_part(peer, contact):
+                group.append((contact.member, report.samples, report.bandwidth))
+                learnt.append(report.round_seconds)
+        peers = {member.peer for member, _, _ in group}
+        if not is_quorum(self._electorate(), peers, self._left()):
+            return
+        samples = sum(samples for _, samples, _ in group)
+        late = self._now - self._slot_began >= self.config.epoch_deadline
+        if samples == 0 or (samples < self.config.target_batch_size and not late) or self._waits_for_stragglers(lead):
+            return
+        exchange = agreed(learnt, self.config.exchange_floor, self.config.exchange_ceiling)
+        lead.attempts += 1
+        lead.held = {}
+        plan = leading.make_round(
+            self._lineage(), lead.ballot, lead.attempts, group, self.config.cells, exchange, self._vote_time.seconds
+        )
+        for member in plan.group:
+            if member.peer != self.me.peer:
+                self._send(member.peer, Begin(plan))
+        self._enter_round(plan)
+
+    def _may_take_part(self, peer: str, contact: Contact) -> bool:
+        fresh = self._now - contact.reported < self.config.suspect_after
+        return fresh and self._at_head(peer) and peer not in self._banned and peer not in self._goodbyes
+
+    def _waits_for_stragglers(self, lead: Leadership) -> bool:
+        """A round waits while most of the members in touch are catching up, `catching_up_patience` at most."""
+        view = self._membership().view
+        in_touch = [peer for peer in self._in_touch() if peer in view]
+        behind = sum(not self._at_head(peer) for peer in in_touch)
+        if 2 * behind <= len(in_touch) + 1:
+            return False
+        if lead.may_wait_until is None:
+            lead.may_wait_until = self._now + self.config.catching_up_patience
+        return self._now < lead.may_wait_until
+
+    def _on_begin(self, sender: str, body: Begin) -> None:
+        plan = body.round
+        if self._damaged or self._leaving or not self._may_follow(sender, plan.ballot):
+            return
+        if self._round is not None and self._round.fingerprint == plan.fingerprint:
+            return  # it came twice
+        why = self._why_not_begin(plan)
+        if why is not None:
+            self._refuse(plan.ballot, why)
+            return
+        self._follow(plan.ballot)
+        self._heard = self._now
+        if self.phase in (Phase.EXCHANGING, Phase.VOTING):
+            self._give_up_round()
+        self._enter_round(plan)
+
+    def _why_not_begin(self, plan: Round) -> str | None:
+        if plan.slot != self._lineage() or not leading.is_genuine(plan, self.config.cells):
+            return "the round is not of this slot"
+        peers = [member.peer for member in plan.group]
+        if self.me not in plan.group:
+            return "this peer is told wrongly"
+        if plan.samples[plan.group.index(self.me)] > self.ledger.pending_samples:
+            return "this peer's samples are told wrongly"
+        if not is_quorum(self._electorate(), set(peers), self._left()):
+            return "the group is no quorum"
+        early = self._now - self._slot_began < EARLY * self.config.epoch_deadline
+        if early and sum(plan.samples) < self.config.target_batch_size:
+            return "the round begins early"
+        if plan.exchange_seconds > self.config.exchange_ceiling or plan.vote_seconds > self.config.vote_ceiling:
+            return "a deadline is beyond the run's"
+        return None
+
+    def _enter_round(self, plan: Round) -> None:
+        self._round = plan
+        shares = self.ledger.send(self.me.peer)
+        self._persist(self.ledger.record())
+        self._move(Phase.EXCHANGING, plan.exchange_seconds)
+        limits = tuple((member.peer, self._limit(member)) for member in plan.group)
+        self._do(StartExchange(plan, shares, limits, self.accounts))
+
+    def _limit(self, member: Member) -> float:
+        return self._beliefs.limit(member.account, self._now, self.epoch_seconds, LEADER_SLACK)
+
+    def _on_exchange_ended(self, event: ExchangeEnded) -> None:
+        plan = self._round
+        if plan is None or event.fingerprint != plan.fingerprint:
+            return
+        self._answers[plan.fingerprint] = event.answers
+        self._hold(answer.digest for answer in event.answers)
+        if self.phase is not Phase.EXCHANGING:
+            return
+        whole = len(event.answers) == len(plan.slices)
+        if whole:
+            self._round_time.succeeded(self._now - self._clock.entered)
+        else:
+            self._round_time.failed(1 - len(event.answers) / len(plan.slices))
+        lead = self._lead
+        if lead is not None and lead.ballot == plan.ballot:
+            self._move(Phase.VOTING, self.config.gather + plan.vote_seconds)
+            lead.held[self.me.peer] = event.answers
+            self._propose_if_ready(lead)
+        else:
+            self._move(Phase.VOTING, self.config.gather + plan.vote_seconds)
+            self._send(plan.ballot.leader, Held(plan.fingerprint, event.answers))
+
+    def _on_held(self, sender: str, body: Held) -> None:
+        lead, plan = self._lead, self._round
+        if lead is None or plan is None or plan.fingerprint != body.fingerprint or lead.ballot != plan.ballot:
+            return
+        if any(member.peer == sender for member in plan.group):
+            lead.held[sender] = body.answers
+            self._propose_if_ready(lead)
+
+    def _propose_if_ready(self, lead: Leadership) -> None:
+        plan = self._round
+        if plan is None or lead.proposal is not None or self.phase is not Phase.VOTING:
+            return
+        own = lead.held.get(self.me.peer, ())
+        answers = leading.merged_answers(plan, [own, *lead.held.values()])
+        waited = self._now - self._clock.entered >= self.config.gather
+        whole = len(answers) == len(plan.slices)
+        if not whole and not waited and len(lead.held) < len(plan.group):
+            self._set_timer(Timer.PHASE, self._clock.entered + self.config.gather)
+            return
+        missing = frozenset(answer.digest for answer in answers) - self._held.keys()
+        if missing:
+            holders = tuple(
+                peer for peer, held in sorted(lead.held.items()) if any(answer.digest in missing for answer in held)
+            )
+            self._do(FetchAnswers(missing, holders))
+            self._set_timer(Timer.PHASE, self._clock.until)
+            return
+        entry = self._entry(plan, answers)
+        why = self._why_unwise(entry, 1.0) or self._why_refuse_entry(entry, LEADER_SLACK)
+        if why is not None:
+            self._fail_round(why)
+        else:
+            self._propose(lead, entry)
+
+    def _entry(self, plan: Round, answers: tuple[Answer, ...]) -> Entry:
+        head, view = self._head(), self._membership().view
+        covered = 0
+        for answer in answers:
+            covered |= answer.cells
+        return Entry(
+            head.generation,
+            head.sequence,
+            head.epoch,
+            head.lineage,
+            plan.ballot,
+            plan.fingerprint,
+            plan.group,
+            answers,
+            ((1 << self.config.cells) - 1) & ~covered,
+            tuple(sorted(peer for peer in self._goodbyes if peer in view)),
+            tuple(sorted(ban.verdict for peer, ban in self._banned.items() if peer in view)),
+        )
+
+    # --- proposal and votes ---
+
+    def _propose(self, lead: Leadership, entry: Entry) -> None:
+        lead.proposal = entry
+        self._persist(self._acceptor.propose(lead.ballot, entry))
+        if self.phase in (Phase.COLLECTING, Phase.ISOLATED):
+            self._move(Phase.VOTING, self._vote_time.seconds)
+        else:
+            self._set_timer(Timer.PHASE, self._clock.until)
+        if self.me.peer in self._electorate():
+            lead.votes[self.me.peer] = self._vote(lead.ballot, entry)
+        self._send_proposal(lead)
+        self._count_votes()
+
+    def _send_proposal(self, lead: Leadership) -> None:
+        assert lead.proposal is not None
+        promises = tuple(sorted(lead.promises.items(), key=lambda each: each[0])) if lead.ballot.turn else ()
+        body = Propose(lead.ballot, lead.proposal, promises, self._known_goodbyes())
+        group = {member.peer for member in lead.proposal.group}
+        for peer in sorted((group | self._membership().view.keys()) - {self.me.peer} - self._goodbyes.keys()):
+            if peer not in lead.votes:
+                self._send(peer, body)
+
+    def _vote(self, ballot: Ballot, entry: Entry) -> Vote:
+        sketch = self._sketch[1] if self._sketch is not None and self._sketch[0] == entry.parent else None
+        return Vote(ballot, entry.lineage, sketch)
+
+    def _on_propose(self, sender: str, body: Propose) -> None:
+        if not self._may_follow(sender, body.ballot) or not self._acceptor.accepts(body.ballot, body.entry):
+            return
+        why = self._why_refuse(body)
+        if why is not None:
+            self._refuse(body.ballot, why)
+            return
+        self._follow(body.ballot)
+        self._heard = self._now
+        if self._damaged:
+            return
+        if self.phase is Phase.EXCHANGING and self._round is not None:
+            self._do(EndExchange(self._round.fingerprint))
+        if self.phase is not Phase.VOTING:
+            self._move(Phase.VOTING, self._vote_time.seconds)
+        self._considered = body
+        missing = self._missing(body.entry)
+        if missing:
+            group = tuple(member.peer for member in body.entry.group if member.peer not in (sender, self.me.peer))
+            self._do(FetchAnswers(missing, (sender, *group)))
+        else:
+            self._accept(body)
+
+    def _accept(self, body: Propose) -> None:
+        self._considered = None
+        if not self._acceptor.accepts(body.ballot, body.entry):
+            return
+        self._persist(self._acceptor.accept(body.ballot, body.entry))
+        self._send(body.ballot.leader, self._vote(body.ballot, body.entry))
+
+    def _why_refuse(self, body: Propose) -> str | None:
+        """Why this peer does not accept a proposal; None: it does."""
+        entry = body.entry
+        if entry.parent != self._lineage():
+            return "its parent is not this head"
+        if body.ballot.turn:
+            promises = [each for _, each in body.promises if each.ballot == body.ballot]
+            for_slot = [each for each in body.goodbyes if each.slot == entry.parent and each.accepted is not None]
+            promised = {peer for peer, _ in body.promises} | {each.peer for each in for_slot}
+            left = frozenset(each.peer for each in body.goodbyes if self._has_left(each)) | self._left()
+            if len(promises) < len(body.promises) or not is_quorum(self._electorate(), promised, left):
+                return "no quorum has promised"
+            bound = leading.has_to_propose(promises, for_slot)
+            if bound != entry if bound is not None else entry.birth != body.ballot:
+                return "an accepted proposal is passed over"
+        elif entry.birth != body.ballot:
+            return "it was born at another ballot"
+        if entry.birth == body.ballot:
+            why = self._why_unwise(entry, EARLY)
+            if why is not None:
+                return why
+        return self._why_refuse_entry(entry, VOTER_SLACK)
+
+    def _why_unwise(self, entry: Entry, share: float) -> str | None:
+        """An entry with few samples, before this share of the epoch's deadline, is a step that nobody asked for."""
+        enough = MIN_BATCH * self.config.target_batch_size * self.config.cells
+        if entry.sample_cells == 0:
+            return "it holds nothing"
+        if entry.sample_cells < enough and self._now - self._slot_began < share * self.config.epoch_deadline:
+            return "it holds too few samples"
+        return None
+
+    def _why_refuse_entry(self, entry: Entry, slack: float) -> str | None:
+        head = self._head()
+        if (entry.generation, entry.sequence, entry.epoch) != (*head.order, head.epoch):
+            return "its epoch is not this one"
+        group = frozenset(member.peer for member in entry.group)
+        if not is_quorum(self._electorate(), group, self._left() | set(entry.gone)):
+            return "the group is no quorum"
+        if set(entry.gone) & set(self._in_touch()):
+            return "a member is called gone that is here"
+        why = why_refused(
+            entry.answers, self.accounts, head.epoch, group, self.config.max_staleness, self.config.cells
+        )
+        if why is not None:
+            return why
+        own = {each.number: each for each in self.ledger.live}
+        for answer in entry.answers:
+            for share in answer.shares:
+                mine = own.get(share.number) if share.peer == self.me.peer else None
+                if mine is not None and (mine.birth, mine.samples) != (share.birth, share.samples):
+                    return "this peer's contribution was altered"
+        return self._beliefs.why_refused(entry, self._now, self.epoch_seconds, slack)
+
+    def _refuse(self, ballot: Ballot, why: str) -> None:
+        """This leader does not keep the rules: the next one has its turn."""
+        self._refused.add(ballot)
+        self._do(Tell(Topic.REFUSED, f"{ballot.leader}: {why}"))
+        if self.phase in (Phase.EXCHANGING, Phase.VOTING):
+            self._give_up_round()
+        self._next_turn()
+
+    def _on_vote(self, sender: str, body: Vote) -> None:
+        lead = self._lead
+        if lead is None or lead.proposal is None or body.ballot != lead.ballot:
+            return
+        if body.entry == lead.proposal.lineage and sender in self._electorate():
+            lead.votes[sender] = body
+            self._count_votes()
+
+    def _count_votes(self) -> None:
+        lead = self._lead
+        if lead is None or lead.proposal is None:
+            return
+        entry = lead.proposal
+        certificate = Certificate(
+            entry.lineage, lead.ballot, frozenset(lead.votes) - self._goodbyes.keys(), self._known_goodbyes()
+        )
+        if not self._membership().certifies(certificate, entry):
+            return
+        item = self._last().after_entry(entry, certificate)
+        votes = tuple(sorted(lead.votes.items()))
+        audience = self._audience()
+        for peer in audience:
+            self._send(peer, Items(entry.parent, (item,)))
+        sketches = Sketches(entry.parent, votes)
+        if self._outliers(sketches):
+            for peer in audience:
+                self._send(peer, sketches)
+        if self.phase is Phase.VOTING:
+            self._vote_time.succeeded(self._now - self._clock.entered)
+        self._commit(item)
+        if self.me.peer in self._outliers(sketches):
+            self._is_damaged()
+
+    # --- the commit ---
+
+    def _commit(self, item: LogItem) -> None:
+        """The entry is certified: take its step. Head, accounts and contributions change in one write."""
+        entry = item.step
+        assert isinstance(entry, Entry) and self.log is not None
+        in_time = self.phase is not Phase.CATCHING_UP and not self._replay
+        if self.phase is Phase.EXCHANGING and self._round is not None:
+            self._do(EndExchange(self._round.fingerprint))
+        settled = self.ledger.commit(entry.lineage, self.me.peer, entry.answers)
+        self.ledger.return_all()
+        self.accounts = self.accounts.after(entry.answers, item.head.epoch, self.config.max_staleness)
+        for answer in entry.answers:
+            self._held[answer.digest] = item.head.epoch
+        if in_time:
+            self._beliefs.committed(entry, self._now)
+            self._epochs.append(self._now - self._slot_began)
+        else:
+            self._beliefs.replayed(entry)
+        self._take(item)
+        self._do(Apply(item, settled))
+        if self.phase is not Phase.CATCHING_UP:
+            self._settle_in()
+
+    def _take(self, item: LogItem) -> None:
+        """Write the new head with all that belongs to it, and enter its slot."""
+        assert self.log is not None
+        self.log = self.log.extended(item)
+        self._expire_stale()
+        self.ledger.forget_entries({each.head.lineage for each in self.log.items})
+        oldest = item.head.epoch - self.config.kept_entries
+        if len(self._held) > 4 * self.config.kept_entries:
+            self._held = {digest: epoch for digest, epoch in self._held.items() if epoch > oldest}
+        self._persist(self._head_record(), self.ledger.record())
+        self._quorum_at = self._now
+        self._enter_slot()
+
+    def _settle_in(self) -> None:
+        """At the head: collect."""
+        if self.phase is Phase.LEAVING:
+            return
+        if self.phase is not Phase.COLLECTING:
+            self._move(Phase.COLLECTING)
+        if self._leaving:
+            self._say_goodbye()
+
+    def _head_record(self) -> HeadRecord:
+        assert self.log is not None
+        return HeadRecord(Snapshot(self.log.items, self.accounts))
+
+    def _expire_stale(self) -> None:
+        if self.log is not None:
+            self.ledger.expire_born(self._head().epoch - self.config.max_staleness, None, Cause.STALE)
+
+    # --- the end of a phase ---
+
+    def _phase_is_over(self) -> None:
+        if self.phase is Phase.EXCHANGING and self._round is not None:
+            self._clock.until = None
+            self._do(EndExchange(self._round.fingerprint))  # the process answers with what is there
+        elif self.phase is Phase.VOTING:
+            self._vote_time.failed()
+            self._fail_round("no certificate came in time")
+        elif self.phase is Phase.CATCHING_UP:
+            self._fetch_failed()
+
+    def _fail_round(self, why: str) -> None:
+        """The round is over for this peer; what was in flight is pending again. Its entry may still be committed."""
+        self._do(Tell(Topic.ROUND_FAILED, why))
+        self._give_up_round()
+        self._rounds_failed += 1
+        if self._rounds_failed >= ROUNDS_IN_VAIN and (self._lead is None or self._lead.proposal is None):
+            self._next_turn()
+        if self._leaving:
+            self._say_goodbye()
+
+    def _give_up_round(self) -> None:
+        if self.phase is Phase.EXCHANGING and self._round is not None:
+            self._do(EndExchange(self._round.fingerprint))
+        self.ledger.return_all()
+        self._round = self._considered = None
+        self._move(Phase.COLLECTING)
+
+    # --- catching up ---
+
+    def _on_ask_items(self, sender: str, body: AskItems) -> None:
+        if self.log is None:
+            return
+        common = self.log.last_common(body.lineages[:LINEAGES_ASKED])
+        self._send(sender, Items(common, self.log.behind(common) if common is not None else ()))
+
+    def _compare(self, sender: str, head: Head | None) -> bool:
+        """Whether the sender is where this peer is; else see to it that the one that is behind learns what is ahead."""
+        assert self.log is not None
+        contact = self._contacts[sender]
+        if head is None:
+            return False
+        if head.lineage == self._lineage():
+            return True
+        if head.lineage in self.log:
+            if self._now - contact.sent_items >= self.config.heartbeat:
+                contact.sent_items = self._now
+                self._send(sender, Items(head.lineage, self.log.behind(head.lineage)))
+        elif self._now - contact.asked_items >= self.config.heartbeat and self._now >= contact.avoided_until:
+            contact.asked_items = self._now
+            lineages = tuple(item.head.lineage for item in reversed(self.log.items))
+            self._send(sender, AskItems(lineages[:LINEAGES_ASKED]))
+        return False
+
+    def _on_items(self, sender: str, body: Items) -> None:
+        assert self.log is not None
+        if body.after is None or not body.items:
+            head = self._contacts[sender].head
+            if body.after is None and head is not None and self._could_follow(head):
+                self._fetch_snapshot(sender)
+            return
+        if self._replay and body.after in {item.head.lineage for item in self._replay}:
+            place = [item.head.lineage for item in self._replay].index(body.after)
+            if is_chain((self._replay[place], *body.items)) and len(body.items) > len(self._replay) - place - 1:
+                self._replay = (*self._replay[: place + 1], *body.items)
+            return
+        suffix = checked_suffix(self.log, body.after, body.items)
+        if suffix is None:
+            if body.after in self.log:
+                self._contacts[sender].avoided_until = self._now + self.config.alone_after
+            return
+        self._compare_suffix(sender, suffix)
+
+    def _compare_suffix(self, sender: str, suffix: Suffix) -> None:
+        place = suffix.order_place
+        if place is not None:
+            step = suffix.items[place].step
+            assert isinstance(step, RollbackOrder)
+            if (step.generation, step.sequence) > self._head().order:
+                self._roll_back(step)
+                self._catch_up(sender, suffix.items[place + 1 :])
+            return
+        if suffix.base.head.lineage == self._lineage():
+            if not suffix.opens_at_once or self._may_join_branch(suffix):
+                self._catch_up(sender, suffix.items)
+        elif suffix.head.beats(self._head()):
+            self._fetch_snapshot(sender)  # the switch is made in one step
+
+    def _may_join_branch(self, suffix: Suffix) -> bool:
+        """From the fork point: as a member, without a quorum, or if it has an epoch's worth."""
+        opening = suffix.items[0].step
+        assert isinstance(opening, Opening)
+        enough = self.config.target_batch_size * self.config.cells
+        return self.me in opening.members or self.phase is Phase.ISOLATED or suffix.sample_cells >= enough
+
+    def _could_follow(self, head: Head) -> bool:
+        """Whether a head that has nothing in common with our log could be the one to follow."""
+        return head.order >= self._head().order and head.beats(self._head())
+
+    def _catch_up(self, source: str, items: tuple[LogItem, ...]) -> None:
+        """Replay proven items behind the head."""
+        self._replay, self._source = items, source
+        self._replay_on()
+
+    def _replay_on(self) -> None:
+        while self._replay and self.phase is not Phase.LEAVING:
+            item = self._replay[0]
+            step = item.step
+            if isinstance(step, Entry):
+                missing = self._missing(step)
+                if missing:
+                    self._fetch_for_replay(missing, step)
+                    return
+                self._replay = self._replay[1:]
+                self._commit(item)
+            else:
+                self._replay = self._replay[1:]
+                if isinstance(step, Opening):
+                    self._open(item)
+        self._source = None
+        if self.phase is Phase.CATCHING_UP:
+            self._do(Tell(Topic.CAUGHT_UP, f"epoch {self._head().epoch}"))
+            self._settle_in()
+
+    def _fetch_for_replay(self, missing: frozenset[bytes], entry: Entry) -> None:
+        if self.phase is not Phase.CATCHING_UP:
+            if self.phase is Phase.EXCHANGING and self._round is not None:
+                self._do(EndExchange(self._round.fingerprint))
+            self.ledger.return_all()
+            self._round = self._considered = None
+            self._move(Phase.CATCHING_UP, self.config.fetch_patience)
+        for item in self._replay[1:]:
+            if isinstance(item.step, Entry):
+                missing |= self._missing(item.step)
+        source = (self._source,) if self._source is not None else ()
+        others = tuple(member.peer for member in entry.group if member.peer not in (self.me.peer, self._source))
+        self._do(FetchAnswers(missing, (*source, *others)))
+
+    def _fetch_failed(self) -> None:
+        """Nobody served the answers in time: a snapshot is needed, and meanwhile the round goes on without us."""
+        source = self._source
+        self._replay, self._source = (), None
+        if source is not None:
+            self._fetch_snapshot(source)
+        self._settle_in()
+
+    def _on_answers_held(self, event: AnswersHeld) -> None:
+        self._hold(event.digests)
+        if self._replay:
+            if self.phase is Phase.CATCHING_UP:
+                self._clock.until = self._now + self.config.fetch_patience
+                self._set_timer(Timer.PHASE, self._clock.until)
+            self._replay_on()
+            return
+        considered = self._considered
+        if considered is not None and not self._missing(considered.entry):
+            self._accept(considered)
+        lead = self._lead
+        if lead is not None:
+            lead.fetching_since = None
+            self._try_to_lead()
+            self._propose_if_ready(lead)
+
+    # --- snapshots ---
+
+    def _look_for_snapshot(self) -> None:
+        """Ask the public peers for a snapshot, one after another."""
+        if self._fetching is not None and self._now - self._fetching[1] <= self.config.snapshot_patience:
+            return
+        known = [
+            peer
+            for peer, contact in self._contacts.items()
+            if contact.member.public and self._now >= contact.avoided_until and peer not in self._banned
+        ]
+        if known:
+            self._fetching = None
+            self._fetch_snapshot(leader_order(self.me.peer.encode(), known)[0])
+
+    def _fetch_snapshot(self, source: str) -> None:
+        if self._fetching is None and self._now >= self._contact(source).avoided_until:
+            self._fetching = (source, self._now)
+            self._do(FetchSnapshot(source))
+
+    def _on_snapshot_failed(self, event: SnapshotFailed) -> None:
+        self._snapshot_failed(event.source)
+
+    def _snapshot_failed(self, source: str) -> None:
+        self._fetching = None
+        self._contact(source).avoided_until = self._now + self.config.fetch_patience
+        if self.log is None:
+            self._look_for_snapshot()
+
+    def _on_snapshot_taken(self, event: SnapshotTaken) -> None:
+        source = self._fetching[0] if self._fetching is not None else None
+        self._fetching = None
+        snapshot = event.snapshot
+        if not snapshot.items or not is_chain(snapshot.items):
+            if source is not None:
+                self._contact(source).avoided_until = self._now + self.config.alone_after
+            return
+        if self.log is None:
+            self._adopt(snapshot, None)
+            return
+        inside = Log(snapshot.items, len(snapshot.items))
+        common = inside.last_common(item.head.lineage for item in reversed(self.log.items))
+        continues = self._lineage() in inside
+        if continues and (self._damaged or snapshot.head.lineage != self._lineage()):
+            self._adopt(snapshot, self._head())
+        elif not continues and snapshot.head.beats(self._head()):
+            self._adopt(snapshot, None if common is None else self.log.item(common).head)
+
+    def _adopt(self, snapshot: Snapshot, common: Head | None) -> None:
+        """Stand where the snapshot stands, in one write.
+
+        :param common: where our log and the snapshot's parted; None: unknown
+        """
+        same_slot = self.log is not None and snapshot.head.lineage == self._lineage()
+        if self.phase is Phase.EXCHANGING and self._round is not None:
+            self._do(EndExchange(self._round.fingerprint))
+        self.ledger.return_all()
+        if self.log is not None:
+            cause = Cause.LOST_BRANCH if self._head().order == snapshot.head.order else Cause.ROLLBACK
+            ours = self.log.behind(common.lineage) if common is not None else self.log.items
+            theirs = {item.head.lineage for item in snapshot.items}
+            lost = [item.head.lineage for item in ours if item.head.lineage not in theirs]
+            if common is None:
+                self.ledger.expire_born(None, -1, Cause.UNKNOWN)  # nobody can tell what became of it
+            elif lost:
+                self.ledger.lose(lost, cause)
+                self.ledger.expire_born(None, common.epoch, cause)
+                self._do(Tell(Topic.BRANCH_LOST, f"{len(lost)} entries"))
+        for item in snapshot.items:
+            if isinstance(item.step, Entry):
+                self.ledger.commit(item.head.lineage, self.me.peer, item.step.answers)
+                self._beliefs.replayed(item.step)
+        self.accounts = snapshot.accounts
+        self.log = Log(snapshot.items, self.config.kept_entries)
+        self._expire_stale()
+        self.ledger.forget_entries({each.head.lineage for each in self.log.items})
+        self._persist(self._head_record(), self.ledger.record())
+        self._do(Adopt(snapshot))
+        self._damaged = False
+        self._replay, self._source = (), None
+        self._quorum_at = self._now
+        self._enter_slot(self._acceptor.record if same_slot else None)
+        self._settle_in()
+
+    def _on_sketches(self, sender: str, body: Sketches) -> None:
+        assert self.log is not None
+        recent = {item.head.lineage for item in self.log.items[-3:]}
+        if body.slot in recent and self.me.peer in self._outliers(body):
+            self._is_damaged()
+
+    def _outliers(self, body: Sketches) -> set[str]:
+        """Voters whose sketch is outside the tolerance of what most of them have."""
+        told = {peer: vote.sketch for peer, vote in body.votes if vote.sketch is not None}
+        tolerance = self.config.sketch_tolerance
+        near = {peer: sum(abs(mine - other) <= tolerance for other in told.values()) for peer, mine in told.items()}
+        middle = max(sorted(told), key=lambda peer: near[peer], default=None)
+        if middle is None or 2 * near[middle] <= len(told):
+            return set()
+        return {peer for peer, mine in told.items() if abs(mine - told[middle]) > tolerance}
+
+    def _is_damaged(self) -> None:
+        """This peer's parameters are not the swarm's: it takes a snapshot, and no step or vote before."""
+        if not self._damaged:
+            self._damaged = True
+            self._do(Tell(Topic.DRIFTED, f"epoch {self._head().epoch}"))
+            self._seek_undamaged()
+
+    def _seek_undamaged(self) -> None:
+        here = [peer for peer in self._in_touch() if self._at_head(peer) and self._contacts[peer].member.public]
+        if here:
+            self._fetch_snapshot(here[0])
+
+    # --- branches and rollbacks ---
+
+    def _tick_alone(self, alone: float) -> None:
+        for peer, contact in self._contacts.items():
+            if peer not in self._banned and (contact.member.public or self.me.public):
+                self._send(peer, self._report())
+        if alone < self.config.alone_after:
+            return
+        attempt = self._opening
+        if attempt is not None and self._now - attempt.asked < self.config.isolated_after:
+            return
+        company = [self.me] + [
+            contact.member
+            for peer, contact in self._contacts.items()
+            if contact.report is not None
+            and self._may_take_part(peer, contact)
+            and contact.report.alone_for >= self.config.alone_after - ALONE_SLACK
+        ]
+        members = opening_members(self._last(), company)
+        if self.me not in members or opener(self._lineage(), members) != self.me.peer:
+            return
+        reachable = {each.peer for each in members}
+        patience = self.config.alone_after * (2 if is_quorum(self._electorate(), reachable, self._left()) else 1)
+        if alone < patience:
+            return  # a quorum in touch elects a leader; only if its accepted proposal is lost does it not
+        last = self._last_opening
+        number = last.attempt + 1 if last is not None and last.parent == self._lineage() else 0
+        head = self._head()
+        opening = Opening(head.generation, head.sequence, head.epoch, head.lineage, number, members)
+        self._opening = OpeningAttempt(opening, self._now, {self.me.peer})
+        self._sign(opening)
+        for each in members:
+            if each.peer != self.me.peer:
+                self._send(each.peer, AskOpening(opening))
+        self._open_if_signed()
+
+    def _sign(self, opening: Opening) -> None:
+        self._last_opening = opening
+        self._persist(OpeningRecord(opening))
+
+    def _on_ask_opening(self, sender: str, body: AskOpening) -> None:
+        opening, last = body.opening, self._last_opening
+        alone = self._now - self._quorum_at >= self.config.alone_after - ALONE_SLACK
+        if opening.parent != self._lineage() or self.me not in opening.members or not alone:
+            return
+        if opener(self._lineage(), opening.members) != sender:
+            return
+        if last is not None and last.parent == opening.parent and last != opening:
+            if opening.attempt <= last.attempt:
+                return  # one signature for each attempt
+        if last != opening:
+            self._sign(opening)
+        self._send(sender, SignOpening(opening.lineage))
+
+    def _on_sign_opening(self, sender: str, body: SignOpening) -> None:
+        attempt = self._opening
+        if attempt is not None and body.opening == attempt.opening.lineage:
+            attempt.signers.add(sender)
+            self._open_if_signed()
+
+    def _open_if_signed(self) -> None:
+        attempt = self._opening
+        if attempt is None or not attempt.is_whole:
+            return
+        item = self._last().after_opening(attempt.opening, frozenset(attempt.signers))
+        if not self._last().may_open(attempt.opening, frozenset(attempt.signers)):
+            return
+        for member in attempt.opening.members:
+            if member.peer != self.me.peer:
+                self._send(member.peer, Items(attempt.opening.parent, (item,)))
+        self._open(item)
+        self._settle_in()
+
+    def _open(self, item: LogItem) -> None:
+        """Go on behind an opening: same parameters, another lineage."""
+        if self.phase is Phase.EXCHANGING and self._round is not None:
+            self._do(EndExchange(self._round.fingerprint))
+        self.ledger.return_all()
+        self._take(item)
+        self._do(Apply(item, ()))
+        self._do(Tell(Topic.BRANCH_OPENED, f"epoch {item.head.epoch}"))
+        if self.phase is not Phase.CATCHING_UP:
+            self._settle_in()
+
+    def _on_order(self, sender: str, body: Order) -> None:
+        order = body.order
+        if self.log is not None and (order.generation, order.sequence) > self._head().order:
+            self._roll_back(order)
+            self._settle_in()
+
+    def _roll_back(self, order: RollbackOrder) -> None:
+        """The monitor's order opens a generation: what was computed on the undone epochs expires."""
+        assert self.log is not None
+        if self.phase is Phase.EXCHANGING and self._round is not None:
+            self._do(EndExchange(self._round.fingerprint))
+        self._replay, self._source = (), None
+        self.ledger.return_all()
+        kept = order.parent in self.log
+        undone = self.log.behind(order.parent) if kept else self.log.items
+        self.ledger.lose([item.head.lineage for item in undone], Cause.ROLLBACK)
+        self.ledger.expire_born(None, -1, Cause.ROLLBACK)
+        self.accounts = Accounts()
+        item = self.log.last.after_order(order)
+        self._take(item)
+        self._do(Apply(item, ()))
+        self._do(Tell(Topic.ROLLED_BACK, f"generation {order.generation}"))
+        for peer in self._in_touch():
+            self._send(peer, Order(order))
+        if self.phase is not Phase.CATCHING_UP:
+            self._settle_in()
+
+    # --- leaving ---
+
+    def _on_leave(self, event: LeaveRequested) -> None:
+        self._leaving = True
+        if self.phase not in (Phase.EXCHANGING, Phase.VOTING):
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """Promise never to vote again: the accepted proposal goes with it, so nobody waits for this peer."""
+        self.ledger.return_all()
+        self.ledger.expire_born(None, -1, Cause.LEFT)
+        if self.log is not None:
+            record = self._acceptor.record
+            goodbye = Goodbye(self.me.peer, self._lineage(), record.accepted, record.accepted_at)
+            self._persist(goodbye, self.ledger.record())
+            for peer in sorted({*self._in_touch(), *self._membership().view} - {self.me.peer}):
+                self._send(peer, goodbye)
+        self._move(Phase.LEAVING)
+        self._set_timer(Timer.TICK, None)
+        self._do(Tell(Topic.LEFT, ""))
+
+    def _on_goodbye(self, sender: str, goodbye: Goodbye) -> None:
+        if self.log is None or goodbye.peer in self._goodbyes or goodbye.peer not in self._membership().view:
+            return
+        if not self._has_left(goodbye):
+            self._goodbyes_ahead[goodbye.peer] = goodbye
+            return
+        self._goodbyes[goodbye.peer] = goodbye
+        self._skip_turn_of(goodbye.peer)
+        self._try_to_lead()
+        self._count_votes()
+        self._begin_if_ready()
+
+    def _has_left(self, goodbye: Goodbye) -> bool:
+        """Whether the goodbye speaks of this slot or one before it; a leaver ahead of us may have voted here."""
+        assert self.log is not None
+        return goodbye.slot in self.log
+
+    def _left(self) -> frozenset[str]:
+        """Members out of the denominator."""
+        slot = self._lineage()
+        return frozenset(peer for peer, goodbye in self._goodbyes.items() if goodbye.leaves(slot))
+
+    def _voting_goodbyes(self) -> list[Goodbye]:
+        """Goodbyes that are promises and votes in this slot."""
+        slot = self._lineage()
+        return [goodbye for _, goodbye in sorted(self._goodbyes.items()) if not goodbye.leaves(slot)]
+
+    def _known_goodbyes(self) -> tuple[Goodbye, ...]:
+        return tuple(goodbye for _, goodbye in sorted(self._goodbyes.items()))
+
+    # --- small things ---
+
+    def _on_received(self, event: Received) -> None:
+        sender, message = event.sender, event.message
+        if sender in self._banned or sender == self.me.peer:
+            return
+        contact = self._contact(sender)
+        contact.heard, contact.head = self._now, message.head
+        body = message.body
+        if isinstance(body, Accuse):
+            self._on_proven(Proven(body.verdict))
+        elif isinstance(body, Order):
+            self._on_order(sender, body)
+        elif self.log is None:
+            return
+        elif isinstance(body, AskItems):
+            self._on_ask_items(sender, body)
+        elif isinstance(body, Items):
+            self._on_items(sender, body)
+        elif isinstance(body, Goodbye):
+            self._on_goodbye(sender, body)
+        elif isinstance(body, Sketches):
+            self._on_sketches(sender, body)
+        else:
+            if isinstance(body, Propose):
+                for goodbye in body.goodbyes:
+                    self._on_goodbye(goodbye.peer, goodbye)
+            if self._compare(sender, message.head) and self.phase is not Phase.CATCHING_UP:
+                self._slot_handlers[type(body)](self, sender, body)
+            elif isinstance(body, Report):
+                contact.member, contact.report, contact.reported = body.member, body, self._now
+
+    def _contact(self, peer: str) -> Contact:
+        if peer not in self._contacts:
+            self._contacts[peer] = Contact(Member(peer, peer, False))
+        return self._contacts[peer]
+
+    def _last(self) -> LogItem:
+        assert self.log is not None
+        return self.log.last
+
+    def _head(self) -> Head:
+        return self._last().head
+
+    def _lineage(self) -> bytes:
+        return self._last().head.lineage
+
+    def _membership(self) -> Membership:
+        return self._last().membership
+
+    def _electorate(self) -> frozenset[str]:
+        return self._last().membership.electorate
+
+    def _at_head(self, peer: str) -> bool:
+        head = self._contacts[peer].head
+        return head is not None and head.lineage == self._lineage()
+
+    def _in_touch(self) -> list[str]:
+        """Peers that were heard just now."""
+        return [
+            peer
+            for peer, contact in self._contacts.items()
+            if self._now - contact.heard < self.config.suspect_after
+            and peer not in self._banned
+            and peer not in self._goodbyes
+        ]
+
+    def _hears_quorum(self) -> bool:
+        refusals = self._lead.refusals if self._lead is not None else set()
+        hears = {peer for peer in self._in_touch() if self._at_head(peer)} - refusals
+        return is_quorum(self._electorate(), hears | {self.me.peer}, self._left())
+
+    def _audience(self) -> list[str]:
+        """Those that a leader speaks to: the view, and newcomers that report."""
+        peers = {*self._in_touch(), *self._membership().view} - {self.me.peer}
+        return sorted(peers - self._banned.keys() - self._goodbyes.keys())
+
+    def _missing(self, entry: Entry) -> frozenset[bytes]:
+        return frozenset(answer.digest for answer in entry.answers) - self._held.keys()
+
+    def _hold(self, digests: Iterable[bytes]) -> None:
+        epoch = self._head().epoch if self.log is not None else 0
+        for digest in digests:
+            self._held.setdefault(digest, epoch)
+
+    def _jitter(self) -> float:
+        """s; peers do not count further at the same moment."""
+        return (self._acceptor.record.slot[0] ^ sum(self.me.peer.encode()) & 0xFF) / 512
+
+    def _allow_computing(self) -> None:
+        on = self.phase in COMPUTING and not self._damaged and not self._leaving
+        if not self.config.overlap and self.phase in (Phase.EXCHANGING, Phase.VOTING):
+            on = False
+        if self._now - self._quorum_at > self.config.max_staleness * self.epoch_seconds:
+            on = False  # what it computed would expire
+        if on != self._computes:
+            self._computes = on
+            self._do(Compute(on))
+
+    def _move(self, phase: Phase, bound: float | None = None) -> None:
+        self._clock.move(phase, self._now, bound)
+        self._set_timer(Timer.PHASE, self._clock.until)
+
+    def _set_timer(self, timer: Timer, at: float | None) -> None:
+        self._do(SetTimer(timer, at))
+
+    def _persist(self, *records: Record) -> None:
+        self._do(Persist(records))
+
+    def _send(self, to: str, body: Body) -> None:
+        self._do(Send(to, Message(self.head, body)))
+
+    def _do(self, action: Action) -> None:
+        self._actions.append(action)
+
+    _handlers: Final[dict[type, Callable[[Any, Any], None]]] = {
+        Started: _on_started,
+        TimerFired: _on_timer,
+        Received: _on_received,
+        PeerSeen: _on_peer_seen,
+        Computed: _on_computed,
+        ExchangeEnded: _on_exchange_ended,
+        AnswersHeld: _on_answers_held,
+        SnapshotTaken: _on_snapshot_taken,
+        SnapshotFailed: _on_snapshot_failed,
+        Sketched: _on_sketched,
+        Proven: _on_proven,
+        LeaveRequested: _on_leave,
+    }
+    _slot_handlers: Final[dict[type, Callable[[Any, str, Any], None]]] = {
+        Report: _on_report,
+        Lead: _on_lead,
+        Ask: _on_ask,
+        Refuse: _on_refuse,
+        Promise: _on_promise,
+        Begin: _on_begin,
+        Held: _on_held,
+        Propose: _on_propose,
+        Vote: _on_vote,
+        AskOpening: _on_ask_opening,
+        SignOpening: _on_sign_opening,
+    }
