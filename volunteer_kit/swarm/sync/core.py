@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
@@ -24,7 +23,10 @@ from volunteer_kit.swarm.sync.branches import (
     opener,
     opening_members,
 )
-from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger, why_refused
+from volunteer_kit.swarm.sync.config import SyncConfig
+from volunteer_kit.swarm.sync.contacts import Contacts
+from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger
+from volunteer_kit.swarm.sync.judging import Judge
 from volunteer_kit.swarm.sync.leading import Leadership
 from volunteer_kit.swarm.sync.log import (
     Certificate,
@@ -98,52 +100,9 @@ from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
 from volunteer_kit.swarm.sync.promises import Acceptor
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
-MIN_BATCH: Final = 0.5  # of the target: an entry with less is proposed only behind the epoch's deadline
-EARLY: Final = 0.5  # of the epoch's deadline: a leader that begins before it, without the samples, lies
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
-
-
-@dataclass(frozen=True)
-class SyncConfig:
-    """What every peer of a run shares; times in seconds. `benchmarks/protocol_goodput.py` shows where they come from.
-    """
-
-    target_batch_size: int  # samples of one epoch
-    max_staleness: int = 4  # epochs
-    cells: int = 16  # that the parameter vector is cut into
-    overlap: bool = True  # devices compute while a round runs
-    heartbeat: float = 1.0
-    leader_timeout: float = 3.0  # without a word of the leader
-    suspect_after: float = 5.0  # without a word of a member
-    isolated_after: float = 10.0  # without a quorum in touch
-    alone_after: float = 60.0  # then survivors open a branch
-    epoch_deadline: float = 120.0  # a round begins by then, whatever is there
-    exchange_ceiling: float = 60.0
-    exchange_floor: float = 2.0
-    vote_ceiling: float = 20.0
-    vote_floor: float = 2.0
-    gather: float = 1.0  # the leader waits so long for answers that only others have
-    catching_up_patience: float = 40.0  # a round waits so long while most in touch are catching up
-    fetch_patience: float = 8.0  # for answers, before another source is asked
-    snapshot_patience: float = 120.0
-    kept_entries: int = 48
-    sketch_tolerance: float = 1e-3
-
-
-@dataclass
-class Contact:
-    """What this peer knows of another one."""
-
-    member: Member
-    heard: float = float("-inf")  # s
-    head: Head | None = None
-    report: Report | None = None
-    reported: float = float("-inf")  # s
-    sent_items: float = float("-inf")  # s
-    asked_items: float = float("-inf")  # s
-    avoided_until: float = float("-inf")  # s; its snapshots or items did not hold
 
 
 class SyncCore:
@@ -174,9 +133,8 @@ class SyncCore:
         else:
             self.log = Log((genesis,), config.kept_entries) if genesis is not None else None
         self._clock = PhaseClock(Phase.COLLECTING if self.log is not None else Phase.JOINING, now)
-        self._contacts: dict[str, Contact] = {}
+        self._contacts = Contacts(me.peer, config.suspect_after)
         self._beliefs = Beliefs(config.max_staleness)
-        self._banned: dict[str, Ban] = {}
         self._goodbyes: dict[str, Goodbye] = {}
         self._goodbyes_ahead: dict[str, Goodbye] = {}  # of peers that were ahead of us
         self._round_time = Deadline(config.exchange_ceiling, config.exchange_floor)
@@ -259,7 +217,7 @@ class SyncCore:
 
     def _on_peer_seen(self, event: PeerSeen) -> None:
         if event.member.peer != self.me.peer:
-            self._contact(event.member.peer).member = event.member
+            self._contacts[event.member.peer].member = event.member
         self._beliefs.saw(event.member, event.speed)
 
     def _on_computed(self, event: Computed) -> None:
@@ -285,10 +243,10 @@ class SyncCore:
 
     def _on_proven(self, event: Proven) -> None:
         verdict = event.verdict
-        if verdict.peer in self._banned or verdict.peer == self.me.peer:
+        if verdict.peer in self._contacts.banned or verdict.peer == self.me.peer:
             return
-        self._banned[verdict.peer] = Ban(verdict)
-        self._do(self._banned[verdict.peer])
+        self._contacts.banned[verdict.peer] = verdict
+        self._do(Ban(verdict))
         for peer in self._in_touch():
             self._send(peer, Accuse(verdict))
         self._skip_turn_of(verdict.peer)
@@ -352,9 +310,8 @@ class SyncCore:
     def _report_to_leader(self) -> None:
         leader = self._leader(self._turn)
         if self._turn >= len(self._order):
-            for peer, contact in self._contacts.items():
-                if contact.member.public and peer not in self._banned:
-                    self._send(peer, self._report())
+            for peer in self._contacts.public():
+                self._send(peer, self._report())
         elif leader is not None and leader != self.me.peer:
             self._send(leader, self._report())
 
@@ -406,12 +363,11 @@ class SyncCore:
         """Whose turn it is. Behind the last member's turn it is the turn of any public peer at the head, one by one."""
         if turn < len(self._order):
             return self._order[turn]
-        head = self._lineage()
-        public = {peer for peer in self._in_touch() if self._at_head(peer) and self._contacts[peer].member.public}
-        public |= set(self._order) - set(self._banned)
+        public = set(self._at_head()) & set(self._contacts.public())
+        public |= set(self._order) - self._contacts.banned.keys()
         if self.me.public:
             public.add(self.me.peer)
-        order = leader_order(head, public)
+        order = leader_order(self._lineage(), public)
         return order[turn % len(order)] if order else None
 
     def _ballot_followed(self) -> Ballot:
@@ -435,7 +391,8 @@ class SyncCore:
     def _next_turn(self) -> None:
         """Nobody leads: count one further. This binds nobody, only a promise does."""
         turn = self._turn + 1
-        while turn < len(self._order) and (self._order[turn] in self._goodbyes or self._order[turn] in self._banned):
+        out = self._goodbyes.keys() | self._contacts.banned.keys()
+        while turn < len(self._order) and self._order[turn] in out:
             turn += 1
         self._follow_turn(turn)
         if self._leader(self._turn) == self.me.peer:
@@ -578,11 +535,9 @@ class SyncCore:
             return
         group: list[tuple[Member, int, float]] = [(self.me, self.ledger.pending_samples, self._bandwidth)]
         learnt = [self._round_time.learnt]
-        for peer, contact in self._contacts.items():
-            report = contact.report
-            if report is not None and self._may_take_part(peer, contact):
-                group.append((contact.member, report.samples, report.bandwidth))
-                learnt.append(report.round_seconds)
+        for member, report in self._reporting():
+            group.append((member, report.samples, report.bandwidth))
+            learnt.append(report.round_seconds)
         peers = {member.peer for member, _, _ in group}
         if not is_quorum(self._electorate(), peers, self._left()):
             return
@@ -601,15 +556,16 @@ class SyncCore:
                 self._send(member.peer, Begin(plan))
         self._enter_round(plan)
 
-    def _may_take_part(self, peer: str, contact: Contact) -> bool:
-        fresh = self._now - contact.reported < self.config.suspect_after
-        return fresh and self._at_head(peer) and peer not in self._banned and peer not in self._goodbyes
+    def _reporting(self) -> list[tuple[Member, Report]]:
+        """Members of a round that could begin now, beside this peer."""
+        fresh = self._contacts.reporting(self._lineage(), self._now)
+        return [(contact.member, report) for contact, report in fresh if contact.member.peer not in self._goodbyes]
 
     def _waits_for_stragglers(self, lead: Leadership) -> bool:
         """A round waits while most of the members in touch are catching up, `catching_up_patience` at most."""
         view = self._membership().view
         in_touch = [peer for peer in self._in_touch() if peer in view]
-        behind = sum(not self._at_head(peer) for peer in in_touch)
+        behind = len(in_touch) - len(set(in_touch) & set(self._at_head()))
         if 2 * behind <= len(in_touch) + 1:
             return False
         if lead.may_wait_until is None:
@@ -622,7 +578,7 @@ class SyncCore:
             return
         if self._round is not None and self._round.fingerprint == plan.fingerprint:
             return  # it came twice
-        why = self._why_not_begin(plan)
+        why = self._judge().why_not_begin(plan)
         if why is not None:
             self._refuse(plan.ballot, why)
             return
@@ -631,23 +587,6 @@ class SyncCore:
         if self.phase in (Phase.EXCHANGING, Phase.VOTING):
             self._give_up_round()
         self._enter_round(plan)
-
-    def _why_not_begin(self, plan: Round) -> str | None:
-        if plan.slot != self._lineage() or not leading.is_genuine(plan, self.config.cells):
-            return "the round is not of this slot"
-        peers = [member.peer for member in plan.group]
-        if self.me not in plan.group:
-            return "this peer is told wrongly"
-        if plan.samples[plan.group.index(self.me)] > self.ledger.pending_samples:
-            return "this peer's samples are told wrongly"
-        if not is_quorum(self._electorate(), set(peers), self._left()):
-            return "the group is no quorum"
-        early = self._now - self._slot_began < EARLY * self.config.epoch_deadline
-        if early and sum(plan.samples) < self.config.target_batch_size:
-            return "the round begins early"
-        if plan.exchange_seconds > self.config.exchange_ceiling or plan.vote_seconds > self.config.vote_ceiling:
-            return "a deadline is beyond the run's"
-        return None
 
     def _enter_round(self, plan: Round) -> None:
         self._round = plan
@@ -710,7 +649,8 @@ class SyncCore:
             self._set_timer(Timer.PHASE, self._clock.until)
             return
         entry = self._entry(plan, answers)
-        why = self._why_unwise(entry, 1.0) or self._why_refuse_entry(entry, LEADER_SLACK)
+        judge = self._judge()
+        why = judge.why_early(entry, 1.0) or judge.why_wrong(entry) or self._why_disbelieved(entry, LEADER_SLACK)
         if why is not None:
             self._fail_round(why)
         else:
@@ -732,7 +672,7 @@ class SyncCore:
             answers,
             ((1 << self.config.cells) - 1) & ~covered,
             tuple(sorted(peer for peer in self._goodbyes if peer in view)),
-            tuple(sorted(ban.verdict for peer, ban in self._banned.items() if peer in view)),
+            tuple(sorted(verdict for peer, verdict in self._contacts.banned.items() if peer in view)),
         )
 
     # --- proposal and votes ---
@@ -765,7 +705,8 @@ class SyncCore:
     def _on_propose(self, sender: str, body: Propose) -> None:
         if not self._may_follow(sender, body.ballot) or not self._acceptor.accepts(body.ballot, body.entry):
             return
-        why = self._why_refuse(body)
+        known = frozenset(each.peer for each in body.goodbyes if self._has_left(each))
+        why = self._judge().why_not_accept(body, known) or self._why_disbelieved(body.entry, VOTER_SLACK)
         if why is not None:
             self._refuse(body.ballot, why)
             return
@@ -792,58 +733,19 @@ class SyncCore:
         self._persist(self._acceptor.accept(body.ballot, body.entry))
         self._send(body.ballot.leader, self._vote(body.ballot, body.entry))
 
-    def _why_refuse(self, body: Propose) -> str | None:
-        """Why this peer does not accept a proposal; None: it does."""
-        entry = body.entry
-        if entry.parent != self._lineage():
-            return "its parent is not this head"
-        if body.ballot.turn:
-            promises = [each for _, each in body.promises if each.ballot == body.ballot]
-            for_slot = [each for each in body.goodbyes if each.slot == entry.parent and each.accepted is not None]
-            promised = {peer for peer, _ in body.promises} | {each.peer for each in for_slot}
-            left = frozenset(each.peer for each in body.goodbyes if self._has_left(each)) | self._left()
-            if len(promises) < len(body.promises) or not is_quorum(self._electorate(), promised, left):
-                return "no quorum has promised"
-            bound = leading.has_to_propose(promises, for_slot)
-            if bound != entry if bound is not None else entry.birth != body.ballot:
-                return "an accepted proposal is passed over"
-        elif entry.birth != body.ballot:
-            return "it was born at another ballot"
-        if entry.birth == body.ballot:
-            why = self._why_unwise(entry, EARLY)
-            if why is not None:
-                return why
-        return self._why_refuse_entry(entry, VOTER_SLACK)
-
-    def _why_unwise(self, entry: Entry, share: float) -> str | None:
-        """An entry with few samples, before this share of the epoch's deadline, is a step that nobody asked for."""
-        enough = MIN_BATCH * self.config.target_batch_size * self.config.cells
-        if entry.sample_cells == 0:
-            return "it holds nothing"
-        if entry.sample_cells < enough and self._now - self._slot_began < share * self.config.epoch_deadline:
-            return "it holds too few samples"
-        return None
-
-    def _why_refuse_entry(self, entry: Entry, slack: float) -> str | None:
-        head = self._head()
-        if (entry.generation, entry.sequence, entry.epoch) != (*head.order, head.epoch):
-            return "its epoch is not this one"
-        group = frozenset(member.peer for member in entry.group)
-        if not is_quorum(self._electorate(), group, self._left() | set(entry.gone)):
-            return "the group is no quorum"
-        if set(entry.gone) & set(self._in_touch()):
-            return "a member is called gone that is here"
-        why = why_refused(
-            entry.answers, self.accounts, head.epoch, group, self.config.max_staleness, self.config.cells
+    def _judge(self) -> Judge:
+        return Judge(
+            self.config,
+            self._last(),
+            self.me,
+            self.accounts,
+            self.ledger.live,
+            self._left(),
+            frozenset(self._in_touch()),
+            self._now - self._slot_began,
         )
-        if why is not None:
-            return why
-        own = {each.number: each for each in self.ledger.live}
-        for answer in entry.answers:
-            for share in answer.shares:
-                mine = own.get(share.number) if share.peer == self.me.peer else None
-                if mine is not None and (mine.birth, mine.samples) != (share.birth, share.samples):
-                    return "this peer's contribution was altered"
+
+    def _why_disbelieved(self, entry: Entry, slack: float) -> str | None:
         return self._beliefs.why_refused(entry, self._now, self.epoch_seconds, slack)
 
     def _refuse(self, ballot: Ballot, why: str) -> None:
@@ -1111,17 +1013,13 @@ class SyncCore:
         """Ask the public peers for a snapshot, one after another."""
         if self._fetching is not None and self._now - self._fetching[1] <= self.config.snapshot_patience:
             return
-        known = [
-            peer
-            for peer, contact in self._contacts.items()
-            if contact.member.public and self._now >= contact.avoided_until and peer not in self._banned
-        ]
+        known = [peer for peer in self._contacts.public() if self._now >= self._contacts[peer].avoided_until]
         if known:
             self._fetching = None
             self._fetch_snapshot(leader_order(self.me.peer.encode(), known)[0])
 
     def _fetch_snapshot(self, source: str) -> None:
-        if self._fetching is None and self._now >= self._contact(source).avoided_until:
+        if self._fetching is None and self._now >= self._contacts[source].avoided_until:
             self._fetching = (source, self._now)
             self._do(FetchSnapshot(source))
 
@@ -1130,7 +1028,7 @@ class SyncCore:
 
     def _snapshot_failed(self, source: str) -> None:
         self._fetching = None
-        self._contact(source).avoided_until = self._now + self.config.fetch_patience
+        self._contacts[source].avoided_until = self._now + self.config.fetch_patience
         if self.log is None:
             self._look_for_snapshot()
 
@@ -1140,7 +1038,7 @@ class SyncCore:
         snapshot = event.snapshot
         if not snapshot.items or not is_chain(snapshot.items):
             if source is not None:
-                self._contact(source).avoided_until = self._now + self.config.alone_after
+                self._contacts[source].avoided_until = self._now + self.config.alone_after
             return
         if self.log is None:
             self._adopt(snapshot, None)
@@ -1213,28 +1111,23 @@ class SyncCore:
             self._seek_undamaged()
 
     def _seek_undamaged(self) -> None:
-        here = [peer for peer in self._in_touch() if self._at_head(peer) and self._contacts[peer].member.public]
+        here = set(self._at_head()) & set(self._contacts.public())
         if here:
-            self._fetch_snapshot(here[0])
+            self._fetch_snapshot(min(here))
 
     # --- branches and rollbacks ---
 
     def _tick_alone(self, alone: float) -> None:
-        for peer, contact in self._contacts.items():
-            if peer not in self._banned and (contact.member.public or self.me.public):
+        for peer, contact in self._contacts:
+            if contact.member.public or self.me.public:
                 self._send(peer, self._report())
         if alone < self.config.alone_after:
             return
         attempt = self._opening
         if attempt is not None and self._now - attempt.asked < self.config.isolated_after:
             return
-        company = [self.me] + [
-            contact.member
-            for peer, contact in self._contacts.items()
-            if contact.report is not None
-            and self._may_take_part(peer, contact)
-            and contact.report.alone_for >= self.config.alone_after - ALONE_SLACK
-        ]
+        lonely = self.config.alone_after - ALONE_SLACK
+        company = [self.me] + [member for member, report in self._reporting() if report.alone_for >= lonely]
         members = opening_members(self._last(), company)
         if self.me not in members or opener(self._lineage(), members) != self.me.peer:
             return
@@ -1383,9 +1276,9 @@ class SyncCore:
 
     def _on_received(self, event: Received) -> None:
         sender, message = event.sender, event.message
-        if sender in self._banned or sender == self.me.peer:
+        if sender in self._contacts.banned or sender == self.me.peer:
             return
-        contact = self._contact(sender)
+        contact = self._contacts[sender]
         contact.heard, contact.head = self._now, message.head
         body = message.body
         if isinstance(body, Accuse):
@@ -1411,11 +1304,6 @@ class SyncCore:
             elif isinstance(body, Report):
                 contact.member, contact.report, contact.reported = body.member, body, self._now
 
-    def _contact(self, peer: str) -> Contact:
-        if peer not in self._contacts:
-            self._contacts[peer] = Contact(Member(peer, peer, False))
-        return self._contacts[peer]
-
     def _last(self) -> LogItem:
         assert self.log is not None
         return self.log.last
@@ -1432,29 +1320,23 @@ class SyncCore:
     def _electorate(self) -> frozenset[str]:
         return self._last().membership.electorate
 
-    def _at_head(self, peer: str) -> bool:
-        head = self._contacts[peer].head
-        return head is not None and head.lineage == self._lineage()
-
     def _in_touch(self) -> list[str]:
         """Peers that were heard just now."""
-        return [
-            peer
-            for peer, contact in self._contacts.items()
-            if self._now - contact.heard < self.config.suspect_after
-            and peer not in self._banned
-            and peer not in self._goodbyes
-        ]
+        return [peer for peer in self._contacts.in_touch(self._now) if peer not in self._goodbyes]
+
+    def _at_head(self) -> list[str]:
+        """Peers in touch that are where this peer is."""
+        return [peer for peer in self._contacts.at(self._lineage(), self._now) if peer not in self._goodbyes]
 
     def _hears_quorum(self) -> bool:
         refusals = self._lead.refusals if self._lead is not None else set()
-        hears = {peer for peer in self._in_touch() if self._at_head(peer)} - refusals
+        hears = set(self._at_head()) - refusals
         return is_quorum(self._electorate(), hears | {self.me.peer}, self._left())
 
     def _audience(self) -> list[str]:
         """Those that a leader speaks to: the view, and newcomers that report."""
         peers = {*self._in_touch(), *self._membership().view} - {self.me.peer}
-        return sorted(peers - self._banned.keys() - self._goodbyes.keys())
+        return sorted(peers - self._contacts.banned.keys() - self._goodbyes.keys())
 
     def _missing(self, entry: Entry) -> frozenset[bytes]:
         return frozenset(answer.digest for answer in entry.answers) - self._held.keys()

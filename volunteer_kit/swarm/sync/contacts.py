@@ -1,0 +1,73 @@
+"""What a peer knows of the others: when they were heard, where they are, what they reported, who is out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from volunteer_kit.swarm.sync.log import Head, Member, Verdict
+from volunteer_kit.swarm.sync.messages import Report
+
+
+@dataclass
+class Contact:
+    """What this peer knows of another one."""
+
+    member: Member
+    heard: float = float("-inf")  # s
+    head: Head | None = None
+    report: Report | None = None
+    reported: float = float("-inf")  # s
+    sent_items: float = float("-inf")  # s
+    asked_items: float = float("-inf")  # s
+    avoided_until: float = float("-inf")  # s; its snapshots or items did not hold
+
+
+class Contacts:
+    """Everybody that this peer has heard of.
+
+    :param patience: s without a word, then a contact is not in touch any more
+    """
+
+    def __init__(self, me: str, patience: float):
+        self.me = me
+        self.patience = patience
+        self.banned: dict[str, Verdict] = {}
+        self._all: dict[str, Contact] = {}
+
+    def __getitem__(self, peer: str) -> Contact:
+        """The contact, new if nothing was known of this peer."""
+        if peer not in self._all:
+            self._all[peer] = Contact(Member(peer, peer, False))
+        return self._all[peer]
+
+    def __iter__(self) -> Iterator[tuple[str, Contact]]:
+        """Each peer that is not banned."""
+        return ((peer, contact) for peer, contact in self._all.items() if peer not in self.banned)
+
+    def in_touch(self, now: float) -> list[str]:
+        """Peers that were heard just now."""
+        return [peer for peer, contact in self if now - contact.heard < self.patience]
+
+    def at(self, lineage: bytes, now: float) -> list[str]:
+        """Peers in touch that stand at this head."""
+        return [
+            peer
+            for peer, contact in self
+            if now - contact.heard < self.patience and contact.head is not None and contact.head.lineage == lineage
+        ]
+
+    def reporting(self, lineage: bytes, now: float) -> list[tuple[Contact, Report]]:
+        """Contacts whose report from this head is fresh."""
+        return [
+            (contact, contact.report)
+            for _, contact in self
+            if contact.report is not None
+            and now - contact.reported < self.patience
+            and contact.head is not None
+            and contact.head.lineage == lineage
+        ]
+
+    def public(self) -> list[str]:
+        """Peers that can be called."""
+        return [peer for peer, contact in self if contact.member.public]
