@@ -770,7 +770,7 @@ class SyncCore:
             return
         entry = lead.proposal
         certificate = Certificate(
-            entry.lineage, lead.ballot, frozenset(lead.votes) - self._goodbyes.keys(), self._known_goodbyes()
+            entry.lineage, lead.ballot, frozenset(lead.votes).difference(self._goodbyes), self._known_goodbyes()
         )
         if not self._membership().certifies(certificate, entry):
             return
