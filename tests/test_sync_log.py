@@ -31,7 +31,7 @@ def members(names: str, account: str | None = None, public: bool = True) -> tupl
 
 def entry_behind(item: LogItem, group: tuple[Member, ...], **more) -> Entry:
     head = item.head
-    answers = (Answer(1, group[0].peer, b"digest", (Share(group[0].peer, head.epoch, head.epoch, 5),)),)
+    answers = (Answer(1, group[0].peer, b"digest", (Share(group[0].peer, head.epoch, head.epoch, 5, 1),)),)
     fields = {"gone": (), "verdicts": ()} | more
     return Entry(
         *head.order, head.epoch, head.lineage, Ballot(0, group[0].peer), b"round", group, answers, 0, **fields

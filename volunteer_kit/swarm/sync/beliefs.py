@@ -46,7 +46,7 @@ class Beliefs:
         """Why the weights of an entry are not believed; None: they are."""
         accounts = {member.peer: member.account for member in entry.group}
         brought: dict[str, int] = {}
-        for share in {share for answer in entry.answers for share in answer.shares}:
+        for share in {share._replace(cells=0) for share in self._shares(entry)}:
             account = accounts.get(share.peer, share.peer)
             brought[account] = brought.get(account, 0) + share.samples
         for account, samples in sorted(brought.items()):

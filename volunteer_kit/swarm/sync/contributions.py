@@ -15,16 +15,20 @@ ACCOUNT_SWEEP: Final = 16  # epochs between two sweeps through the accounts of p
 
 
 class Share(NamedTuple):
-    """The contribution `number` of `peer`, as it entered a slice."""
+    """Cells of the contribution `number` of `peer`, as they travel in a round or entered a slice."""
 
     peer: str
     number: int
     birth: int  # epoch of the parameters that its gradients were computed on
     samples: int
+    cells: int  # a bit per cell
 
 
 class Answer(NamedTuple):
-    """The average of one slice: the same bytes for every member, known by their hash."""
+    """The average of one slice: the same bytes for every member, known by their hash.
+
+    A member's part is one tensor, the sum of its shares: all of its shares entered, or none.
+    """
 
     cells: int  # a bit per cell
     reducer: str
@@ -130,13 +134,13 @@ class Ledger:
         self._live[self._next] = Contribution(self._next, birth, samples, self._all, 0, False)
         self._next += 1
 
-    def send(self, peer: str) -> tuple[tuple[Share, int], ...]:
-        """Put every pending cell in flight; return the shares with their cells."""
+    def send(self, peer: str) -> tuple[Share, ...]:
+        """Put every pending cell in flight; return them as shares."""
         sent = []
         for each in list(self._live.values()):
             if each.pending:
                 self._live[each.number] = each._replace(pending=0, in_flight=each.in_flight | each.pending, sealed=True)
-                sent.append((Share(peer, each.number, each.birth, each.samples), each.pending))
+                sent.append(Share(peer, each.number, each.birth, each.samples, each.pending))
         return tuple(sent)
 
     def return_all(self) -> None:
@@ -156,7 +160,7 @@ class Ledger:
         for answer in answers:
             for share in answer.shares:
                 if share.peer == peer:
-                    masks[share.number] = masks.get(share.number, 0) | answer.cells
+                    masks[share.number] = masks.get(share.number, 0) | share.cells
         settled = []
         for number, mask in masks.items():
             each = self._live.get(number)
@@ -238,7 +242,7 @@ class Accounts:
                 if share.peer not in touched:
                     touched[share.peer] = dict(settled.get(share.peer, {}))
                 cells, birth = touched[share.peer].get(share.number, (0, share.birth))
-                touched[share.peer][share.number] = (cells | answer.cells, birth)
+                touched[share.peer][share.number] = (cells | share.cells, birth)
         if epoch % ACCOUNT_SWEEP == 0:
             touched = {peer: dict(numbers) for peer, numbers in settled.items()} | touched
         for peer, numbers in touched.items():
@@ -260,7 +264,8 @@ def why_refused(
     :param epoch: of the parent, so the age of a share is `epoch - birth`
     """
     covered = 0
-    known: dict[tuple[str, int], Share] = {}
+    known: dict[tuple[str, int], tuple[int, int]] = {}
+    entered: dict[tuple[str, int], int] = {}
     for answer in answers:
         if answer.cells & covered or not 0 < answer.cells < 1 << cells:
             return "slices overlap"
@@ -268,14 +273,16 @@ def why_refused(
         if answer.reducer not in group:
             return "a reducer is not in the group"
         for share in answer.shares:
-            if known.setdefault((share.peer, share.number), share) != share:
+            key, told = (share.peer, share.number), (share.birth, share.samples)
+            if known.setdefault(key, told) != told:
                 return "one contribution is told in two ways"
+            if not share.cells or share.cells & ~answer.cells or share.cells & entered.get(key, 0):
+                return "a share is counted twice"
+            entered[key] = entered.get(key, 0) | share.cells
             if share.peer not in group or share.samples < 1:
                 return "a share has no member"
             if not 0 <= epoch - share.birth <= max_staleness:
                 return "a share has an age that is not allowed"
-            if accounts.committed(share.peer, share.number) & answer.cells:
+            if accounts.committed(share.peer, share.number) & share.cells:
                 return "a share is committed already"
-        if len(set(answer.shares)) < len(answer.shares):
-            return "a share is counted twice"
     return None

@@ -68,9 +68,7 @@ class Entry(_Hashed):
     @cached_property
     def sample_cells(self) -> int:
         """Samples of each cell, summed over the cells."""
-        return sum(
-            share.samples * answer.cells.bit_count() for answer in self.answers for share in answer.shares
-        )
+        return sum(share.samples * share.cells.bit_count() for answer in self.answers for share in answer.shares)
 
 
 @dataclass(frozen=True)

@@ -398,13 +398,14 @@ class SetTimer:
 class StartExchange:
     """Send these shares to the reducers of the round, and reduce if a slice is ours.
 
-    A reducer takes a member's shares up to its limit, the oldest first, and none that `spent` has.
+    A member's part of a slice is one tensor, so a reducer takes all of its shares or none: none if their samples are
+    above the member's limit, or if `spent` has some of their cells.
 
     The sender's error-feedback residuals stay tentative, by fingerprint and cell, until `Apply` or `DropRound`.
     """
 
     round: Round
-    shares: tuple[tuple[Share, int], ...]  # with their cells
+    shares: tuple[Share, ...]  # with the cells that are pending
     limits: tuple[tuple[str, float], ...]  # samples that are believed of each member
     spent: Accounts  # what is committed already
 
