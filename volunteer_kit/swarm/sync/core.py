@@ -205,14 +205,25 @@ class SyncCore:
         self._set_timer(Timer.TICK, self._now + self.config.heartbeat)
         if self.log is None:
             self._look_for_snapshot()
+        else:
+            self._stand_if_first()
 
     def _on_timer(self, event: TimerFired) -> None:
         if event.timer is Timer.TICK:
             self._set_timer(Timer.TICK, self._now + self.config.heartbeat)
             self._tick()
-        elif self._clock.until is not None and self._now >= self._clock.until:
+        else:
+            self._phase_timer_fired()
+
+    def _phase_timer_fired(self) -> None:
+        until = self._clock.until
+        if until is None:
+            return
+        if self._now >= until:
             self._phase_is_over()
-        elif self.phase is Phase.VOTING and self._lead is not None:
+            return
+        self._set_timer(Timer.PHASE, until)  # early: another one follows
+        if self.phase is Phase.VOTING and self._lead is not None:
             self._propose_if_ready(self._lead)
 
     def _on_peer_seen(self, event: PeerSeen) -> None:
@@ -295,7 +306,7 @@ class SyncCore:
             if not quorum and self._now - max(self._heard, lead.since) > 2 * self.config.leader_timeout:
                 self._next_turn()  # this peer may be cut off in one direction
         else:
-            for peer in self._electorate() - {self.me.peer}:
+            for peer in sorted(self._electorate() - {self.me.peer}):
                 self._send(peer, Ask(lead.ballot))
             if lead.fetching_since is not None and self._now - lead.fetching_since > self.config.leader_timeout:
                 _, reporters = lead.highest_accepted(self._voting_goodbyes(), self._own_promise(lead.ballot))
@@ -356,6 +367,9 @@ class SyncCore:
         self._goodbyes_ahead = {
             peer: goodbye for peer, goodbye in self._goodbyes_ahead.items() if peer not in self._goodbyes
         }
+
+    def _stand_if_first(self) -> None:
+        """In a new slot."""
         if self._leader(self._turn) == self.me.peer:
             self._stand()
 
@@ -384,7 +398,7 @@ class SyncCore:
             return
         self._lead = Leadership(ballot, active=self._turn == 0, since=self._now)
         if self._turn > 0:
-            for peer in self._electorate() - {self.me.peer}:
+            for peer in sorted(self._electorate() - {self.me.peer}):
                 self._send(peer, Ask(ballot))
             self._try_to_lead()
 
@@ -635,10 +649,11 @@ class SyncCore:
             return
         own = lead.held.get(self.me.peer, ())
         answers = leading.merged_answers(plan, [own, *lead.held.values()])
-        waited = self._now - self._clock.entered >= self.config.gather
+        gathered = self._clock.entered + self.config.gather
+        waited = self._now >= gathered
         whole = len(answers) == len(plan.slices)
         if not whole and not waited and len(lead.held) < len(plan.group):
-            self._set_timer(Timer.PHASE, self._clock.entered + self.config.gather)
+            self._set_timer(Timer.PHASE, gathered)
             return
         missing = frozenset(answer.digest for answer in answers) - self._held.keys()
         if missing:
@@ -834,6 +849,8 @@ class SyncCore:
             self._move(Phase.COLLECTING)
         if self._leaving:
             self._say_goodbye()
+        elif self._lead is None:
+            self._stand_if_first()
 
     def _head_record(self) -> HeadRecord:
         assert self.log is not None
