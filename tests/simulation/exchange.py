@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from volunteer_kit.swarm.sync.contributions import Answer, Share
-from volunteer_kit.swarm.sync.messages import AnswersHeld, ExchangeEnded, Proven, Round
+from volunteer_kit.swarm.sync.messages import AnswersHeld, ExchangeEnded, Proven, Round, StartExchange
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process
@@ -32,15 +32,14 @@ def make_answer(fingerprint: bytes, cells: int, reducer: str, shares: Iterable[S
 class Exchange:
     """One round's traffic."""
 
-    __slots__ = ("round", "members", "began", "shares", "lives", "parts", "answers", "arrivals", "ended", "reduced", "reducers")
+    __slots__ = ("round", "members", "lives", "actions", "parts", "reduced", "reducers", "arrivals", "ended")
 
     def __init__(self, round: Round):
         self.round = round
         self.members = [member.peer for member in round.group]
         self.reducers = len({reducer for reducer, _ in round.slices})
-        self.began: dict[str, float] = {}  # member -> s
         self.lives: dict[str, int] = {}  # member -> its process's life when it started
-        self.shares: dict[str, tuple[tuple[Share, int], ...]] = {}
+        self.actions: dict[str, StartExchange] = {}
         self.parts: dict[tuple[str, str], float] = {}  # (sender, reducer) -> s of arrival
         self.reduced: set[str] = set()
         self.arrivals: dict[str, dict[str, tuple[float, tuple[Answer, ...]]]] = {}  # member -> reducer -> answers
@@ -70,9 +69,9 @@ class Exchanges:
                 if peer in arrivals and arrivals[peer][0] > now:
                     del arrivals[peer]
 
-    def start(self, process: Process, round: Round, shares: tuple[tuple[Share, int], ...]) -> None:
+    def start(self, process: Process, action: StartExchange) -> None:
         """A member sends its parts, and reduces if a slice is its own."""
-        sim, name = self._sim, process.name
+        sim, name, round = self._sim, process.name, action.round
         exchange = self._all.get(round.fingerprint)
         if exchange is None:
             exchange = self._all[round.fingerprint] = Exchange(round)
@@ -80,7 +79,7 @@ class Exchanges:
                 del self._all[next(iter(self._all))]
         now, network = sim.clock.now, sim.network
         exchange.ended.discard(name)
-        exchange.began[name], exchange.lives[name], exchange.shares[name] = now, process.life, shares
+        exchange.lives[name], exchange.actions[name] = process.life, action
         sent = 0.0
         for reducer, cells in round.slices:
             if reducer == name:
@@ -122,7 +121,7 @@ class Exchanges:
         here = [
             member for member in exchange.members if exchange.parts.get((member, name), now + 1) <= now + 1e-9
         ]
-        answers = self._answers(exchange, name, here)
+        answers: tuple[Answer, ...] = (self._answer(exchange, name, here),)
         sim.signatures.sign_answers(answers)
         others: tuple[Answer, ...] | None = None
         if process.liar is not None:
@@ -147,23 +146,22 @@ class Exchanges:
         last = max(arrives for arrives, _ in exchange.arrivals[member].values())
         self._sim.clock.at(last, self._all_here, exchange, self._sim.processes[member], exchange.lives[member])
 
-    def _answers(self, exchange: Exchange, reducer: str, here: list[str]) -> tuple[Answer, ...]:
-        """A slice's answers: cells with the same shares are one answer."""
-        by_shares: dict[tuple[Share, ...], int] = {}
-        mine = 0
-        for name, cells in exchange.round.slices:
-            if name == reducer:
-                mine |= cells
-        sent = [each for member in here for each in exchange.shares[member] if each[1] & mine]
-        if all(cells & mine == mine for _, cells in sent):
-            by_shares[tuple(share for share, _ in sent)] = mine
-        else:
-            for cell in range(self._sim.cells):
-                if mine >> cell & 1:
-                    shares = tuple(share for share, cells in sent if cells >> cell & 1)
-                    by_shares[shares] = by_shares.get(shares, 0) | 1 << cell
-        fingerprint = exchange.round.fingerprint
-        return tuple(make_answer(fingerprint, cells, reducer, shares) for shares, cells in by_shares.items())
+    def _answer(self, exchange: Exchange, reducer: str, here: list[str]) -> Answer:
+        """A slice's average: of each member the oldest shares, as many as are believed, and none that is spent."""
+        action = exchange.actions[reducer]
+        cells = dict(exchange.round.slices)[reducer]
+        limits = dict(action.limits)
+        taken: list[Share] = []
+        for member in here:
+            believed = limits[member]
+            sent = exchange.actions[member].shares
+            for share, pending in sorted(sent, key=lambda each: (each[0].birth, each[0].number)):
+                believed -= share.samples
+                if believed < 0:
+                    break
+                if pending & cells == cells and not action.spent.committed(member, share.number) & cells:
+                    taken.append(share)
+        return make_answer(exchange.round.fingerprint, cells, reducer, taken)
 
     def _all_here(self, exchange: Exchange, process: Process, life: int) -> None:
         if process.life == life and len(exchange.arrivals[process.name]) == exchange.reducers:

@@ -21,8 +21,8 @@ from volunteer_kit.swarm.sync.messages import (
     Send,
     SetTimer,
     Snapshot,
-    StartExchange,
     Started,
+    StartExchange,
     TimerFired,
 )
 
@@ -48,7 +48,8 @@ def words(value: Any) -> str:
         gone = f" gone {' '.join(value.gone)}" if value.gone else ""
         return f"entry {words(value.lineage)} behind {words(value.parent)} [{group}]{gone}"
     if isinstance(value, Opening):
-        return f"opening {words(value.lineage)} behind {words(value.parent)} [{' '.join(m.peer for m in value.members)}]"
+        members = " ".join(member.peer for member in value.members)
+        return f"opening {words(value.lineage)} behind {words(value.parent)} [{members}]"
     if isinstance(value, RollbackOrder):
         return f"order {value.generation}.{value.sequence} to {words(value.parent)} as e{value.epoch}"
     if isinstance(value, Certificate):

@@ -33,9 +33,23 @@ class Branch:
     """What follows from a history: the view, the accounts, and the parameters that its peers have."""
 
     __slots__ = (
-        "lineage", "parent", "step", "epoch", "generation", "sequence", "groups", "taken", "since", "founders", "banned",
-        "masks", "amounts", "cells", "electorate", "depth", "parameters", "accounts", "certificates",
+        "lineage", "parent", "step", "epoch", "generation", "sequence", "groups", "taken", "since", "founders",
+        "banned", "masks", "amounts", "cells", "electorate", "depth", "parameters", "accounts", "certificates",
     )  # fmt: skip
+
+    epoch: int
+    generation: int
+    sequence: int
+    groups: tuple[tuple[Member, ...], ...]  # of the last two entries, less those that are gone
+    taken: dict[str, int]  # entries that each member took part in
+    since: dict[str, int]  # epoch of its first
+    founders: frozenset[str]
+    banned: frozenset[str]
+    masks: dict[str, dict[int, int]]  # peer -> contribution -> cells that entered
+    amounts: dict[str, int]  # peer -> sample-cells that entered
+    cells: int  # sample-cells of this generation
+    electorate: frozenset[str]
+    depth: int
 
     def __init__(self, parent: Branch | None, lineage: bytes):
         self.parent = parent
@@ -170,8 +184,9 @@ class Invariants:
     def _opening(self, peer: str, parent: Branch, opening: Opening, item: LogItem) -> Branch:
         view = parent.view()
         listed = {member.peer for member in opening.members}
-        if listed != item.signers or any(view.get(member.peer) != member for member in opening.members):
-            raise self.violated("I2", peer, "an opening that not all of its members signed, or with a stranger")
+        known = [member for member in opening.members if view.get(member.peer) == member]
+        if listed != item.signers or len(known) not in (0, len(opening.members)):
+            raise self.violated("I2", peer, "an opening that not all of its members signed, or with strangers")
         if not any(member.public for member in opening.members):
             raise self.violated("I2", peer, "an opening of clients only")
         branch = Branch(parent, opening.lineage)
@@ -192,9 +207,8 @@ class Invariants:
         self._certificate(peer, branch, item)
         other = self._certified.setdefault(entry.parent, entry.lineage)
         if other != entry.lineage and not self.equivocators:
-            raise self.violated(
-                "I1", peer, f"{entry.lineage.hex()[:6]} and {other.hex()[:6]} are certified behind {entry.parent.hex()[:6]}"
-            )
+            both = f"{entry.lineage.hex()[:6]} and {other.hex()[:6]}"
+            raise self.violated("I1", peer, f"{both} are certified behind {entry.parent.hex()[:6]}")
         masks, amounts = dict(parent.masks), dict(parent.amounts)
         touched: set[str] = set()
         for answer in entry.answers:
@@ -232,7 +246,8 @@ class Invariants:
 
     def _certificate(self, peer: str, branch: Branch, item: LogItem) -> None:
         certificate, entry = item.certificate, branch.step
-        if certificate in branch.certificates:
+        key = None if certificate is None else (certificate.ballot, frozenset(certificate.voters), certificate.goodbyes)
+        if key in branch.certificates:
             return
         assert branch.parent is not None and isinstance(entry, Entry)
         if certificate is None or certificate.entry != entry.lineage:
@@ -240,15 +255,14 @@ class Invariants:
         left, for_it = set(), set(certificate.voters)
         for goodbye in certificate.goodbyes:
             if goodbye.slot == entry.parent and goodbye.accepted is not None:
-                if goodbye.accepted == entry.lineage:
+                if goodbye.accepted.lineage == entry.lineage:
                     for_it.add(goodbye.peer)
             else:
                 left.add(goodbye.peer)
         if not decides(branch.parent.electorate, for_it - left, left):
-            raise self.violated(
-                "I2", peer, f"{sorted(for_it)} are no quorum of {sorted(branch.parent.electorate)} without {sorted(left)}"
-            )
-        branch.certificates.add(certificate)
+            electorate = sorted(branch.parent.electorate)
+            raise self.violated("I2", peer, f"{sorted(for_it)} are no quorum of {electorate} without {sorted(left)}")
+        branch.certificates.add(key)
 
     # --- I4 ---
 

@@ -264,13 +264,13 @@ class FalseBranch(Liar):
         me = process.plan.member
         if me.peer not in item.membership.view:
             return
-        opening = Opening(*item.head.order, item.head.epoch, item.head.lineage, 0, (me,))
+        opening = Opening(item.head.generation, item.head.sequence, item.head.epoch, item.head.lineage, 0, (me,))
         item = item.after_opening(opening, frozenset({me.peer}))
         self.sim.signatures.sign_statement(("opening", me.peer, opening.lineage))
         items = [item]
         everything = (1 << self.sim.cells) - 1
         accounts = process.core.accounts
-        for number in range(3):
+        for _ in range(3):
             head = item.head
             fingerprint = head.lineage[:16]
             share = Share(me.peer, 1_000_000 + head.epoch, head.epoch, HUGE)

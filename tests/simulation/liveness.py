@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from tests.simulation.process import Process
     from tests.simulation.simulation import Simulation
 
-PHASE_BOUNDS = {Phase.EXCHANGING: 60.0, Phase.VOTING: 60.0}  # s, whatever happens to the network
-COMMIT_BOUND = 60.0  # s without a commit while a quorum can talk: the epoch's deadline, a failed round, catching up
+SLACK = 5.0  # s
+COMMIT_BOUND = 30.0  # s without a commit while a quorum can talk, beside the epoch's deadline and one failed round
 DEAD_LEADER_BOUND = 12.0  # s more for each member that would lead and is dead
 COMMITS_AT_THE_END = 3
 
@@ -25,6 +25,13 @@ class Liveness:
 
     def __init__(self, sim: Simulation):
         self._sim = sim
+        settings = sim.settings
+        self._round_bound: float = settings.exchange_ceiling + settings.gather + settings.vote_ceiling
+        self._bounds = {  # s, whatever happens to the network
+            Phase.EXCHANGING: settings.exchange_ceiling + SLACK,
+            Phase.VOTING: settings.gather + settings.vote_ceiling + SLACK,
+        }
+        self._commit_bound = COMMIT_BOUND + settings.epoch_deadline + self._round_bound
         self._good_since: float | None = None  # s; since then a quorum can talk
         self._quiet_since: float | None = None
         self._commits_at_quiet = 0
@@ -50,7 +57,7 @@ class Liveness:
         sim, now = self._sim, self._sim.clock.now
         for process in sim.processes.values():
             if process.active and process.liar is None and process.phase is not None:
-                bound = PHASE_BOUNDS.get(process.phase)
+                bound = self._bounds.get(process.phase)
                 if bound is not None and now - process.phase_since > bound:
                     raise sim.invariants.violated(
                         "I7", process.name, f"is {process.phase.value} for {now - process.phase_since:.0f} s"
@@ -80,7 +87,7 @@ class Liveness:
         if self._good_since is None:
             self._good_since = now
         since = max(self._good_since, sim.invariants.last_commit)
-        bound = (COMMIT_BOUND + DEAD_LEADER_BOUND * dead) * (2 if sim.liars else 1)
+        bound = (self._commit_bound + DEAD_LEADER_BOUND * dead) * (2 if sim.liars else 1)
         if now - since > bound:
             raise sim.invariants.violated("I7", "-", f"no commit for {now - since:.0f} s, though a quorum can talk")
 

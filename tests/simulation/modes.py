@@ -57,8 +57,23 @@ def _peers(rng: random.Random, count: int, public: int, founders: int, epoch: fl
     return peers, target
 
 
-def _settings(target: int, **others: Any) -> dict[str, Any]:
-    return {"target_batch_size": target, "cells": CELLS, **others}
+def _settings(rng: random.Random, target: int) -> dict[str, Any]:
+    """Deadlines that fit epochs of a few seconds, so that a schedule sees many of them."""
+    return {
+        "target_batch_size": target,
+        "max_staleness": rng.choice((4, 4, 4, 2, 1)),
+        "cells": CELLS,
+        "overlap": rng.random() < 0.9,
+        "isolated_after": 8.0,
+        "alone_after": rng.choice((15.0, 25.0)),
+        "epoch_deadline": rng.choice((15.0, 30.0)),
+        "exchange_ceiling": 10.0,
+        "vote_ceiling": 6.0,
+        "catching_up_patience": 12.0,
+        "fetch_patience": 4.0,
+        "snapshot_patience": 20.0,
+        "kept_entries": rng.choice((6, 12, 48)),
+    }
 
 
 def broad(seed: int) -> Schedule:
@@ -86,7 +101,7 @@ def broad(seed: int) -> Schedule:
     faults.sort()
     size = rng.choice((0.1e6, 0.5e6, 1e6))
     return Schedule(
-        "broad", seed, tuple(peers), tuple(faults), _settings(target), size, quiet_from, quiet_from + QUIET_SECONDS
+        "broad", seed, tuple(peers), tuple(faults), _settings(rng, target), size, quiet_from, quiet_from + QUIET_SECONDS
     )
 
 
@@ -149,8 +164,9 @@ def nasty(seed: int) -> Schedule:
         else:
             faults.append(Fault(at, kind, (one,), seconds if kind == "pause" else 0.0))
     faults.sort()
+    settings = _settings(rng, target)
     return Schedule(
-        "nasty", seed, tuple(peers), tuple(faults), _settings(target), 0.1e6, quiet_from, quiet_from + QUIET_SECONDS
+        "nasty", seed, tuple(peers), tuple(faults), settings, 0.1e6, quiet_from, quiet_from + QUIET_SECONDS
     )
 
 
@@ -189,5 +205,5 @@ def liar(seed: int) -> Schedule:
             faults.append(Fault(at, "cut", (one, other), seconds, what=rng.choice(("", "one way"))))
     faults.sort()
     return Schedule(
-        "liar", seed, tuple(peers), tuple(faults), _settings(target), 0.2e6, quiet_from, quiet_from + QUIET_SECONDS
+        "liar", seed, tuple(peers), tuple(faults), _settings(rng, target), 0.2e6, quiet_from, quiet_from + QUIET_SECONDS
     )

@@ -22,7 +22,6 @@ from volunteer_kit.swarm.sync.messages import (
     Durable,
     EndExchange,
     Event,
-    ExchangeEnded,
     FetchAnswers,
     FetchSnapshot,
     HeadRecord,
@@ -41,8 +40,8 @@ from volunteer_kit.swarm.sync.messages import (
     Snapshot,
     SnapshotFailed,
     SnapshotTaken,
-    StartExchange,
     Started,
+    StartExchange,
     Tell,
     Timer,
     TimerFired,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
 
 MODULUS = (1 << 61) - 1
 GENESIS_PARAMETERS = 1
+MOST_EVENTS = 60_000  # of one seed: peers that talk without an end
 DAMAGE = 10.0  # what a damaged peer's sketch is off
 SIDES = {"vote": Vote, "promise": Promise, "propose": Propose}  # messages upon which a crash can be planned
 
@@ -67,6 +67,7 @@ class Plan(NamedTuple):
     member: Member
     clock: LocalClock
     speed: float  # samples per second
+    uplink: float  # Mbit/s
     microbatch: int  # samples
 
 
@@ -100,7 +101,9 @@ class Process:
     :param name: a peer id; a peer that left and comes back has another one
     """
 
-    def __init__(self, sim: Simulation, plan: Plan, genesis: LogItem | None, liar: Liar | None, witness: Witness | None):
+    def __init__(
+        self, sim: Simulation, plan: Plan, genesis: LogItem | None, liar: Liar | None, witness: Witness | None
+    ):
         self.sim = sim
         self.plan = plan
         self.name = plan.member.peer
@@ -200,13 +203,13 @@ class Process:
             self.lineage = b""
         self.computed = disk.ledger.computed if disk.ledger is not None else 0
         durable = Durable(disk.head, disk.ballot, disk.opening, disk.ledger, frozenset(disk.held))
-        if disk.head is disk.ballot is disk.opening is disk.ledger is None:
-            durable = None
         genesis = self.genesis if disk.head is None else None
         if sim.history is not None:
             sim.history.add(sim.clock.now, self.name, "starts" if self.life == 1 else "starts again")
         self.core = sim.make_core(sim.config(self), self.plan.member, durable, genesis, self.now)
+        self.core.measured_bandwidth(self.plan.uplink)
         self.handle(Started())
+        self.see(self.plan.member, self.plan.speed)
 
     def crash(self) -> None:
         """Die now. What was not written is gone."""
@@ -289,6 +292,8 @@ class Process:
         sim = self.sim
         now = sim.clock.now
         sim.events += 1
+        if sim.events > MOST_EVENTS:
+            raise sim.invariants.violated("I7", self.name, f"{MOST_EVENTS} events, the last one {type(event).__name__}")
         checks = sim.invariants
         checks.now = now
         core = self.core
@@ -336,20 +341,19 @@ class Process:
         ledger_before = disk.ledger
         head_changed = False
         for record in action.records:
-            kind = type(record)
-            if kind is BallotRecord:
+            if isinstance(record, BallotRecord):
                 disk.ballot = record
                 if record.accepted is not None and record.accepted_at is not None:
                     digests = [answer.digest for answer in record.accepted.answers]
                     disk.held.update(digest for digest in digests if digest in self.held)
                     self.accepted[record.slot, record.accepted_at, record.accepted.lineage] = record.accepted
-            elif kind is HeadRecord:
+            elif isinstance(record, HeadRecord):
                 self._write_head(record)
                 head_changed = True
-            elif kind is LedgerRecord:
+            elif isinstance(record, LedgerRecord):
                 disk.ledger = record
                 self._dirty = True
-            elif kind is OpeningRecord:
+            elif isinstance(record, OpeningRecord):
                 disk.opening = record
             else:
                 disk.goodbye = record
@@ -409,12 +413,6 @@ class Process:
             for old in list(disk.parameters)[:-6]:
                 if old != lineage:
                     del disk.parameters[old]
-        if len(disk.held) > 400:
-            kept = {a.digest for item in items if isinstance(item.step, Entry) for a in item.step.answers}
-            if disk.ballot is not None and disk.ballot.accepted is not None:
-                kept.update(answer.digest for answer in disk.ballot.accepted.answers)
-            disk.held &= kept
-            self.held = set(disk.held)
 
     def _settle(self, before: bytes, new: list[LogItem], base: bytes) -> None:
         """Residuals of cells that entered count now; also what a branch that is left behind had committed."""
@@ -464,7 +462,7 @@ class Process:
     def _start_exchange(self, action: StartExchange) -> None:
         if self.liar is None:
             self.disk.residuals.send(action.round.fingerprint, action.shares)
-        self.sim.exchanges.start(self, action.round, action.shares)
+        self.sim.exchanges.start(self, action)
         self._dirty = True
 
     def _end_exchange(self, action: EndExchange) -> None:
@@ -487,13 +485,13 @@ class Process:
         if self.liar is None:
             if self.disk.head is None or self.lineage_on_disk != item.head.lineage:
                 raise checks.violated("I4", self.name, "took a step that it had not written with its accounts")
-            if item.step is not None and item.step.parent != self.lineage:
+            step = item.step
+            if not isinstance(step, RollbackOrder) and (step is None or step.parent != self.lineage):
                 raise checks.violated("I2", self.name, "took a step that does not follow its parameters")
             if self._own is not None and self._own[0] == item.head.lineage:
                 self._check_own(action)
         self.lineage = item.head.lineage
         self.parameters = self.disk.parameters[self.lineage]
-        self.held &= self.disk.held
         self._dirty = True
         self.sim.applied(self, item)
         self._sketch()
@@ -555,21 +553,20 @@ class Process:
 
     def _microbatch(self) -> None:
         plan = self.plan
-        head = self.core.head
-        if head is None or plan.speed <= 0:
+        if not self.lineage or plan.speed <= 0:
             return
         self._busy = True
         samples = plan.microbatch if self.liar is None else self.liar.samples(plan.microbatch)
-        self.sim.clock.after(plan.microbatch / plan.speed, self._computed, self.life, samples, head.epoch)
+        self.sim.clock.after(plan.microbatch / plan.speed, self._computed, self.life, samples, self.lineage)
 
-    def _computed(self, life: int, samples: int, epoch: int) -> None:
+    def _computed(self, life: int, samples: int, lineage: bytes) -> None:
         if life != self.life or not self.up:
             return
         if self.paused:
-            self._waiting.append((self._computed, (life, samples, epoch)))
+            self._waiting.append((self._computed, (life, samples, lineage)))
             return
         self._busy = False
-        self.handle(Computed(samples, epoch))
+        self.handle(Computed(samples, lineage))
         if self.up and self.life == life and self.computing and not self._busy:
             self._microbatch()
 

@@ -6,6 +6,7 @@ Values are whole numbers, so that the sums are exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from volunteer_kit.swarm.sync.contributions import Answer, Share
 
@@ -17,60 +18,61 @@ def value(number: int, cell: int, samples: int) -> int:
     return samples * (17 + (number * 31 + cell * 7) % 89)
 
 
-class Round:
-    """What was sent in one round, and what would be left if it counts."""
+class Part(NamedTuple):
+    """One contribution's cell, as it was sent."""
 
-    __slots__ = ("numbers", "values", "sent", "left")
-
-    def __init__(self, cells: int):
-        self.numbers: list[list[int]] = [[] for _ in range(cells)]  # contributions, by cell
-        self.values = [0] * cells
-        self.sent = [0] * cells
-        self.left = [0] * cells
+    number: int
+    value: int
+    sent: int
+    left: int  # of the value and of the residual that was added to it
 
 
 class Residuals:
-    """One sender's remainders per cell; those of a round are tentative until its entry is on the branch."""
+    """One sender's remainders per cell; those of a round are tentative until its entry is on the branch.
+
+    Each contribution is rounded by itself, as a reducer may take some of them only. The residual is added to the oldest.
+    """
 
     def __init__(self, cells: int):
         self.cells = cells
         self.settled = [0] * cells
-        self._rounds: dict[bytes, Round] = {}
+        self._rounds: dict[bytes, list[list[Part]]] = {}
         self._values = [0] * cells  # of everything that entered an entry
         self._sent = [0] * cells
 
     def send(self, fingerprint: bytes, shares: Iterable[tuple[Share, int]]) -> None:
         """A round begins: round down what is sent, and keep the rest aside."""
-        made = self._rounds[fingerprint] = Round(self.cells)
-        for share, cells in shares:
+        made: list[list[Part]] = [[] for _ in range(self.cells)]
+        for share, cells in sorted(shares, key=lambda each: (each[0].birth, each[0].number)):
             for cell in range(self.cells):
                 if cells >> cell & 1:
-                    made.numbers[cell].append(share.number)
-                    made.values[cell] += value(share.number, cell, share.samples)
-        for cell in range(self.cells):
-            if made.numbers[cell]:
-                whole = made.values[cell] + self.settled[cell]
-                made.sent[cell] = whole // GRAIN * GRAIN
-                made.left[cell] = whole - made.sent[cell]
+                    worth = value(share.number, cell, share.samples)
+                    whole = worth if made[cell] else worth + self.settled[cell]
+                    sent = whole // GRAIN * GRAIN
+                    made[cell].append(Part(share.number, worth, sent, whole - sent))
+        self._rounds[fingerprint] = made
 
     def settle(self, fingerprint: bytes, answers: Sequence[Answer], peer: str) -> int:
         """The round's entry counts.
 
         :returns: cells of this peer's contributions that entered
         """
-        made = self._rounds.pop(fingerprint, None)
+        made = self._rounds.get(fingerprint)
         count = 0
         for answer in answers:
-            mine = [share for share in answer.shares if share.peer == peer]
-            if not mine:
+            numbers = {share.number for share in answer.shares if share.peer == peer}
+            if not numbers:
                 continue
+            count += len(numbers) * answer.cells.bit_count()
+            if made is None:
+                continue  # it was sent from a branch that lost
             for cell in range(self.cells):
-                if answer.cells >> cell & 1:
-                    count += len(mine)
-                    if made is not None:  # else it was sent from a branch that lost
-                        self._values[cell] += sum(value(share.number, cell, share.samples) for share in mine)
-                        self._sent[cell] += made.sent[cell]
-                        self.settled[cell] = made.left[cell]
+                if answer.cells >> cell & 1 and made[cell]:
+                    entered = [part for part in made[cell] if part.number in numbers]
+                    self._values[cell] += sum(part.value for part in entered)
+                    self._sent[cell] += sum(part.sent for part in entered)
+                    before = self.settled[cell] if made[cell][0].number not in numbers else 0
+                    self.settled[cell] = before + sum(part.left for part in entered)
         return count
 
     def drop_rounds(self) -> None:

@@ -16,6 +16,7 @@ from volunteer_kit.swarm.sync.messages import (
     Promise,
     Propose,
     SignOpening,
+    Sketches,
     Vote,
 )
 
@@ -38,6 +39,12 @@ def proposal_of(slot: bytes, ballot: Ballot, entry: bytes) -> Statement:
     return ("proposal", ballot.leader, slot, ballot, entry)
 
 
+def goodbye_of(goodbye: Goodbye) -> Statement:
+    """A goodbye, with the accepted proposal that it tells."""
+    accepted = goodbye.accepted.lineage if goodbye.accepted is not None else None
+    return ("goodbye", goodbye.peer, goodbye.slot, accepted, goodbye.accepted_at, "at the end")
+
+
 def certificate_statements(slot: bytes, certificate: Certificate) -> list[Statement]:
     """The votes in a certificate."""
     return [vote_of(peer, slot, certificate.ballot, certificate.entry) for peer in sorted(certificate.voters)]
@@ -56,7 +63,7 @@ def statements_in(sender: str, message: Message) -> list[Statement]:
     if isinstance(body, Propose):
         slot = body.entry.parent
         found = [promise_of(peer, slot, promise) for peer, promise in body.promises]
-        found += [("goodbye", *each) for each in body.goodbyes]
+        found += [goodbye_of(each) for each in body.goodbyes]
         found.append(proposal_of(slot, body.ballot, body.entry.lineage))
         return found
     if isinstance(body, Items):
@@ -65,7 +72,9 @@ def statements_in(sender: str, message: Message) -> list[Statement]:
             found += item_statements(item)
         return found
     if isinstance(body, Goodbye):
-        return [("goodbye", *body)]
+        return [goodbye_of(body)]
+    if isinstance(body, Sketches):
+        return [vote_of(peer, body.slot, vote.ballot, vote.entry) for peer, vote in body.votes]
     if isinstance(body, SignOpening):
         return [("opening", sender, body.opening)]
     if isinstance(body, Order):
@@ -82,7 +91,7 @@ def item_statements(item: LogItem) -> list[Statement]:
         if certificate is None:
             return [("nothing", "nobody")]
         found = certificate_statements(step.parent, certificate)
-        found += [("goodbye", *each) for each in certificate.goodbyes]
+        found += [goodbye_of(each) for each in certificate.goodbyes]
         return found
     if isinstance(step, Opening):
         return [("opening", peer, step.lineage) for peer in sorted(item.signers)]

@@ -48,7 +48,7 @@ def real_core(*arguments: Any) -> Any:
 
 def real_config(settings: dict[str, Any]) -> Any:
     """Its settings."""
-    from volunteer_kit.swarm.sync.core import SyncConfig
+    from volunteer_kit.swarm.sync.config import SyncConfig
 
     return SyncConfig(**settings)
 
@@ -80,14 +80,13 @@ class Simulation:
         self.invariants = Invariants(self.cells, self.liars)
         self.exchanges = Exchanges(self, schedule.size)
         self.transfers = Transfers(self, schedule.size / self.cells, 3 * schedule.size)
-        self.liveness = Liveness(self)
         self.processes: dict[str, Process] = {}
         self.plans = {peer.member.peer: peer for peer in schedule.peers}
         self.told: dict[Any, int] = {}
         self.events = 0
         self.orders: list[RollbackOrder] = []
-        self._config = make_config(schedule.settings)
-        self._liar_config: dict[str, Any] = {}
+        self.settings = make_config(schedule.settings)
+        self.liveness = Liveness(self)
         self._make_config = make_config
         self._down: dict[str, int] = {}  # peer -> life in which it died and is to come back
         self._troubles: list[Trouble] = []
@@ -104,7 +103,7 @@ class Simulation:
         """A core's settings; some liars have their own."""
         liar = process.liar
         if liar is None or not liar.settings:
-            return self._config
+            return self.settings
         return self._make_config({**self.schedule.settings, **liar.settings})
 
     def failed(self, peer: str, event: Event, error: Exception) -> Violation:
@@ -172,7 +171,7 @@ class Simulation:
         witness = Witness(self) if self.liars and liar is None else None
         process = Process(
             self,
-            Plan(plan.member, LocalClock(plan.ahead, plan.rate), plan.speed, plan.microbatch),
+            Plan(plan.member, LocalClock(plan.ahead, plan.rate), plan.speed, plan.uplink, plan.microbatch),
             self._genesis if plan.founder else None,
             liar,
             witness,
@@ -254,7 +253,10 @@ class Simulation:
     def _do_slow(self, fault: Fault) -> None:
         for peer in fault.peers:
             self.network.slowed[peer] = fault.amount
-            self.clock.after(fault.seconds, self.network.slowed.pop, peer, None)
+            self.clock.after(fault.seconds, self._hurry, peer)
+
+    def _hurry(self, peer: str) -> None:
+        self.network.slowed.pop(peer, None)
 
     def _do_trouble(self, fault: Fault) -> None:
         trouble = Trouble(**{fault.what: fault.amount})
@@ -263,7 +265,8 @@ class Simulation:
         self.clock.after(fault.seconds, self._end_trouble, trouble)
 
     def _end_trouble(self, trouble: Trouble) -> None:
-        self._troubles.remove(trouble)
+        if trouble in self._troubles:
+            self._troubles.remove(trouble)
         self._sum_troubles()
 
     def _sum_troubles(self) -> None:
@@ -291,7 +294,8 @@ class Simulation:
         if not heads:
             return
         branches = [self.invariants.branches.get(process.lineage_on_disk) for process in heads]
-        best = max((each for each in branches if each is not None), key=lambda each: (each.generation, each.sequence, each.epoch))
+        known = [each for each in branches if each is not None]
+        best = max(known, key=lambda each: (each.generation, each.sequence, each.epoch))
         target = best
         for _ in range(int(fault.amount)):
             if target.parent is None or target.parent.parameters is None:
@@ -299,7 +303,7 @@ class Simulation:
             target = target.parent
         if target.parameters is None:
             return
-        epoch = max(each.epoch for each in branches if each is not None)
+        epoch = max(each.epoch for each in known)
         members = tuple(
             sorted(
                 process.plan.member
