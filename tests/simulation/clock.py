@@ -53,4 +53,4 @@ class LocalClock(NamedTuple):
 
     def when(self, local: float) -> float:
         """The true time at which it shows `local`."""
-        return (local - self.ahead) / self.rate
+        return (local - self.ahead) / self.rate + 1e-6  # never before, whatever the rounding
