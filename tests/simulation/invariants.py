@@ -301,7 +301,7 @@ class Invariants:
                 raise self.violated("I4", peer, f"says {after.committed} are committed, its branch has {there}")
             if after.committed < there + process.out_of_sight - dict(after.expired).get(Cause.UNKNOWN, 0):
                 raise self.violated("I4", peer, f"says only {after.committed} are committed, its branch has {there}")
-        if causes and causes <= {Cause.STALE, Cause.LEFT}:
+        if causes == {Cause.STALE}:  # a leaver cannot know what becomes of an entry that it voted for
             masks = branch.masks.get(peer, {})
             live = {each.number: each.pending | each.in_flight for each in after.live}
             for each in before.live:

@@ -463,6 +463,7 @@ class Process:
         if self.liar is None:
             self.disk.residuals.send(action.round.fingerprint, action.shares)
         self.sim.exchanges.start(self, action)
+        self.phase_since = self.sim.clock.now  # it may come from one round into the next within one event
         self._dirty = True
 
     def _end_exchange(self, action: EndExchange) -> None:
