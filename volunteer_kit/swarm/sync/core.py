@@ -149,6 +149,7 @@ class SyncCore:
         self._source: str | None = None  # of the items that are replayed
         self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
         self._opening: OpeningAttempt | None = None
+        self._counted: tuple[Entry, dict[str, Vote]] | None = None  # the last entry that this leader certified
         self._acceptor = Acceptor(b"")
         if self.log is not None:
             self._enter_slot(durable.ballot)
@@ -790,18 +791,27 @@ class SyncCore:
         if not self._membership().certifies(certificate, entry):
             return
         item = self._last().after_entry(entry, certificate)
-        votes = tuple(sorted(lead.votes.items()))
-        audience = self._audience()
-        for peer in audience:
+        for peer in self._audience():
             self._send(peer, Items(entry.parent, (item,)))
-        sketches = Sketches(entry.parent, votes)
-        if self._outliers(sketches):
-            for peer in audience:
-                self._send(peer, sketches)
         if self.phase is Phase.VOTING:
             self._vote_time.succeeded(self._now - self._clock.entered)
+        self._counted = (entry, lead.votes)
         self._commit(item)
-        if self.me.peer in self._outliers(sketches):
+        self._compare_sketches(entry, lead.votes)
+
+    def _on_late_vote(self, sender: str, body: Vote) -> None:
+        """Its entry is committed; its sketch may still show whose parameters are damaged."""
+        if self._counted is not None and self._counted[0].lineage == body.entry:
+            entry, votes = self._counted
+            votes[sender] = body
+            self._compare_sketches(entry, votes)
+
+    def _compare_sketches(self, entry: Entry, votes: dict[str, Vote]) -> None:
+        sketches = Sketches(entry.parent, tuple(sorted(votes.items(), key=lambda each: each[0])))
+        outliers = self._outliers(sketches)
+        for peer in sorted(outliers - {self.me.peer}):
+            self._send(peer, sketches)
+        if self.me.peer in outliers:
             self._is_damaged()
 
     # --- the commit ---
@@ -1128,9 +1138,9 @@ class SyncCore:
             self._seek_undamaged()
 
     def _seek_undamaged(self) -> None:
-        here = set(self._at_head()) & set(self._contacts.public())
+        here = self._at_head()
         if here:
-            self._fetch_snapshot(min(here))
+            self._fetch_snapshot(min(here, key=lambda peer: (not self._contacts[peer].member.public, peer)))
 
     # --- branches and rollbacks ---
 
@@ -1226,7 +1236,7 @@ class SyncCore:
         self.ledger.return_all()
         kept = order.parent in self.log
         undone = self.log.behind(order.parent) if kept else self.log.items
-        self.ledger.lose([item.head.lineage for item in undone], Cause.ROLLBACK)
+        self.ledger.lose([item.head.lineage for item in undone], Cause.ROLLBACK if kept else Cause.UNKNOWN)
         self.ledger.expire_born(None, -1, Cause.ROLLBACK)
         self.accounts = Accounts()
         item = self.log.last.after_order(order)
@@ -1312,6 +1322,8 @@ class SyncCore:
             self._on_goodbye(sender, body)
         elif isinstance(body, Sketches):
             self._on_sketches(sender, body)
+        elif isinstance(body, Vote) and message.head is not None and message.head.lineage != self._lineage():
+            self._on_late_vote(sender, body)
         else:
             if isinstance(body, Propose):
                 for goodbye in body.goodbyes:
