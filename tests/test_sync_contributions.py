@@ -160,11 +160,15 @@ def test_shares_that_do_not_add_up_are_refused(answers, why):
 
 
 def test_an_account_earns_what_its_devices_can_compute():
-    beliefs = Beliefs(max_staleness=4)
+    beliefs = Beliefs(most_epochs=5)
     beliefs.saw(Member("p", "account", True), 2.0)
     beliefs.saw(Member("q", "account", False), 3.0)
     assert beliefs.limit("account", now=0.0, epoch_seconds=10.0, slack=1.0) == pytest.approx(5 * 50)
-    brought = (answer(ALL, share("p", 0, 0, 1)),)
-    beliefs.committed(Entry(0, 0, 0, b"parent", Ballot(0, "p"), b"round", (), brought, 0), now=100.0)
-    assert beliefs.limit("account", now=110.0, epoch_seconds=10.0, slack=1.0) == pytest.approx(5 * 15)
+    group = (Member("p", "account", True),)
+    brought = (answer(ALL, share("p", 0, 0, 200)),)
+    entry = Entry(0, 0, 0, b"parent", Ballot(0, "p"), b"round", group, brought, 0)
+    assert beliefs.why_refused(entry, 100.0, epoch_seconds=10.0) is None
+    beliefs.committed(entry, 100.0, epoch_seconds=10.0)
+    assert beliefs.limit("account", now=110.0, epoch_seconds=10.0, slack=1.0) == pytest.approx(5 * 20)
     assert beliefs.limit("account", now=900.0, epoch_seconds=10.0, slack=2.0) == pytest.approx(2 * 5 * 50)
+    assert beliefs.why_refused(entry, 100.0, epoch_seconds=8.0) == "account brings 200 samples, 0 are believed"

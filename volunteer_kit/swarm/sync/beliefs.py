@@ -1,30 +1,33 @@
 """How many samples of an account are believed: a token bucket.
 
-An account earns what its devices can compute in the time since an entry last held something of it, at most
-`max_staleness` epochs. Each voter measures with its own clock, so a voter allows more than a leader does.
+An account earns the time that passes, at most `max_staleness + 1` epochs of it, and spends what its entries hold. Its
+devices' speed turns time into samples. Each peer measures with its own clock, so those that judge allow more than a
+sender sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from statistics import median
 from typing import Final
 
-from volunteer_kit.swarm.sync.contributions import Share
 from volunteer_kit.swarm.sync.log import Entry, Member
 
-LEADER_SLACK: Final = 1.5  # times what the account earned; speeds vary from minute to minute
-VOTER_SLACK: Final = 3.0  # commits reach voters at other moments
-BURST_EPOCHS: Final = 0.5  # earned at once: a microbatch ends at any moment
+SENDER_SLACK: Final = 1.25  # times what the account earned; speeds vary from minute to minute
+REDUCER_SLACK: Final = 2.0
+VOTER_SLACK: Final = 4.0
 
 
 class Beliefs:
-    """What each account may bring."""
+    """What each account may bring.
 
-    def __init__(self, max_staleness: int):
-        self._max_staleness = max_staleness
+    :param most_epochs: that an account saves up
+    """
+
+    def __init__(self, most_epochs: int):
+        self._most_epochs = most_epochs
         self._speeds: dict[str, tuple[str, float]] = {}  # peer -> account, samples/s
-        self._last: dict[str, float] = {}  # account -> when an entry last held something of it
+        self._spent: dict[str, tuple[float, float]] = {}  # account -> s that are not earned again yet, and when
 
     def saw(self, member: Member, speed: float) -> None:
         """A record says that this peer's device does `speed` samples per second; others have checked it."""
@@ -33,40 +36,41 @@ class Beliefs:
     def limit(self, account: str, now: float, epoch_seconds: float, slack: float) -> float:
         """Samples that are believed now.
 
-        :param epoch_seconds: how long an epoch takes
+        :param epoch_seconds: how long an epoch takes, at least as long as this one has lasted
         """
-        speeds = [speed for owner, speed in self._speeds.values() if owner == account]
-        speed = sum(speeds) if speeds else median([speed for _, speed in self._speeds.values()] or [float("inf")])
-        most = (self._max_staleness + 1) * epoch_seconds
-        last = self._last.get(account)
-        earned = most if last is None else min(most, now - last + BURST_EPOCHS * epoch_seconds)
-        return slack * speed * earned
+        spent, at = self._spent.get(account, (0.0, now))
+        owed = max(0.0, spent - (now - at))
+        return slack * self._speed(account) * max(0.0, self._most_epochs * epoch_seconds - owed)
 
-    def why_refused(self, entry: Entry, now: float, epoch_seconds: float, slack: float) -> str | None:
+    def why_refused(self, entry: Entry, now: float, epoch_seconds: float) -> str | None:
         """Why the weights of an entry are not believed; None: they are."""
-        accounts = {member.peer: member.account for member in entry.group}
-        brought: dict[str, int] = {}
-        for share in {share._replace(cells=0) for share in self._shares(entry)}:
-            account = accounts.get(share.peer, share.peer)
-            brought[account] = brought.get(account, 0) + share.samples
-        for account, samples in sorted(brought.items()):
-            limit = self.limit(account, now, epoch_seconds, slack)
+        for account, samples in sorted(self._brought(entry).items()):
+            limit = self.limit(account, now, epoch_seconds, VOTER_SLACK)
             if samples > limit:
-                return f"{account} brings {samples} samples, {limit:.0f} are believed"
+                return f"{account} brings {samples:.0f} samples, {limit:.0f} are believed"
         return None
 
-    def committed(self, entry: Entry, now: float) -> None:
+    def committed(self, entry: Entry, now: float, epoch_seconds: float) -> None:
         """An entry was committed just now."""
-        for share in self._shares(entry):
-            owner = self._speeds.get(share.peer)
-            self._last[owner[0] if owner is not None else share.peer] = now
+        most = self._most_epochs * epoch_seconds
+        for account, samples in self._brought(entry).items():
+            speed = self._speed(account)
+            spent, at = self._spent.get(account, (0.0, now))
+            owed = max(0.0, spent - (now - at))
+            self._spent[account] = (min(most, owed + (samples / speed if speed > 0 else most)), now)
 
-    def replayed(self, entry: Entry) -> None:
-        """An entry was committed, nobody knows when: its accounts start with a full bucket."""
-        for share in self._shares(entry):
-            owner = self._speeds.get(share.peer)
-            self._last.pop(owner[0] if owner is not None else share.peer, None)
+    def _speed(self, account: str) -> float:
+        """samples/s; of an account that no record names, what others do."""
+        speeds = [speed for owner, speed in self._speeds.values() if owner == account]
+        return sum(speeds) if speeds else median([speed for _, speed in self._speeds.values()] or [float("inf")])
 
     @staticmethod
-    def _shares(entry: Entry) -> Iterable[Share]:
-        return (share for answer in entry.answers for share in answer.shares)
+    def _brought(entry: Entry) -> Mapping[str, float]:
+        """Samples of each account, by the largest of its cells."""
+        accounts = {member.peer: member.account for member in entry.group}
+        shares = {(share.peer, share.number): share.samples for answer in entry.answers for share in answer.shares}
+        brought: dict[str, float] = {}
+        for (peer, _), samples in shares.items():
+            account = accounts.get(peer, peer)
+            brought[account] = brought.get(account, 0.0) + samples
+        return brought

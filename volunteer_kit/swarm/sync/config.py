@@ -30,3 +30,8 @@ class SyncConfig:
     snapshot_patience: float = 120.0
     kept_entries: int = 48
     sketch_tolerance: float = 1e-3
+
+    @property
+    def most_epochs(self) -> int:
+        """Epochs' worth of samples that a peer may have to bring: one of each age."""
+        return self.max_staleness + 1

@@ -18,6 +18,7 @@ class Contact:
     head: Head | None = None
     report: Report | None = None
     reported: float = float("-inf")  # s
+    reported_from: bytes = b""  # lineage of the head at which it reported
     sent_items: float = float("-inf")  # s
     asked_items: float = float("-inf")  # s
     avoided_until: float = float("-inf")  # s; its snapshots or items did not hold
@@ -64,8 +65,7 @@ class Contacts:
             for _, contact in self
             if contact.report is not None
             and now - contact.reported < self.patience
-            and contact.head is not None
-            and contact.head.lineage == lineage
+            and contact.reported_from == lineage
         ]
 
     def public(self) -> list[str]:

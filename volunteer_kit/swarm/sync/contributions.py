@@ -134,11 +134,15 @@ class Ledger:
         self._live[self._next] = Contribution(self._next, birth, samples, self._all, 0, False)
         self._next += 1
 
-    def send(self, peer: str) -> tuple[Share, ...]:
-        """Put every pending cell in flight; return them as shares."""
+    def send(self, peer: str, limit: float = float("inf")) -> tuple[Share, ...]:
+        """Put pending cells in flight, the oldest contributions first; return them as shares.
+
+        :param limit: samples that are believed; what is above it stays pending
+        """
         sent = []
-        for each in list(self._live.values()):
-            if each.pending:
+        for each in sorted(self._live.values(), key=lambda each: (each.birth, each.number)):
+            limit -= each.samples if each.pending else 0
+            if each.pending and limit >= 0:
                 self._live[each.number] = each._replace(pending=0, in_flight=each.in_flight | each.pending, sealed=True)
                 sent.append(Share(peer, each.number, each.birth, each.samples, each.pending))
         return tuple(sent)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, may_lead
-from volunteer_kit.swarm.sync.beliefs import LEADER_SLACK, VOTER_SLACK, Beliefs
+from volunteer_kit.swarm.sync.beliefs import REDUCER_SLACK, SENDER_SLACK, Beliefs
 from volunteer_kit.swarm.sync.branches import (
     ALONE_SLACK,
     OpeningAttempt,
@@ -100,6 +100,8 @@ from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
 from volunteer_kit.swarm.sync.promises import Acceptor
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
+STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
+LONGEST_PAUSE: Final = 8  # heartbeats between two rounds of a slot that fail
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
@@ -134,7 +136,7 @@ class SyncCore:
             self.log = Log((genesis,), config.kept_entries) if genesis is not None else None
         self._clock = PhaseClock(Phase.COLLECTING if self.log is not None else Phase.JOINING, now)
         self._contacts = Contacts(me.peer, config.suspect_after)
-        self._beliefs = Beliefs(config.max_staleness)
+        self._beliefs = Beliefs(config.most_epochs)
         self._goodbyes: dict[str, Goodbye] = {}
         self._goodbyes_ahead: dict[str, Goodbye] = {}  # of peers that were ahead of us
         self._round_time = Deadline(config.exchange_ceiling, config.exchange_floor)
@@ -185,6 +187,11 @@ class SyncCore:
     def epoch_seconds(self) -> float:
         """How long an epoch takes, as this peer saw it."""
         return median(self._epochs) if self._epochs else self.config.epoch_deadline
+
+    @property
+    def _believed_seconds(self) -> float:
+        """How long an epoch takes, at least as long as this one has lasted."""
+        return max(self.epoch_seconds, self._now - self._slot_began)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event; return what to do, in this order.
@@ -328,6 +335,7 @@ class SyncCore:
             self._send(leader, self._report())
 
     def _report(self) -> Report:
+        self._reported = max(self._reported, self.ledger.pending_samples)
         return Report(
             self._ballot_followed(),
             self.me,
@@ -353,10 +361,13 @@ class SyncCore:
         self._order = leader_order(item.head.lineage, item.membership.public)
         self._turn = self._acceptor.first_turn
         self._slot_began = self._heard = self._now
+        self._in_time = False  # whether this slot was entered by a commit, at its beginning
         self._lead: Leadership | None = None
         self._followed: Ballot | None = None
         self._refused: set[Ballot] = set()
-        self._rounds_failed = 0
+        self._rounds_failed = self._failures = 0
+        self._pause_until = self._now
+        self._reported: int = 0  # samples: the most that it reported in this slot
         self._round: Round | None = None
         self._answers: dict[bytes, tuple[Answer, ...]] = {}  # by fingerprint
         self._considered: Propose | None = None
@@ -441,11 +452,17 @@ class SyncCore:
         return self._followed is not None and self._now - self._heard < self.config.leader_timeout
 
     def _on_report(self, sender: str, report: Report) -> None:
-        contact = self._contacts[sender]
-        contact.member, contact.report, contact.reported = report.member, report, self._now
-        if self._lead is not None and self._lead.active:
-            if report.ballot > self._lead.ballot and self._hears_quorum():
-                self._send(sender, Refuse(self._lead.ballot))  # it counted alone
+        self._note_report(sender, report)
+        lead = self._lead
+        if lead is not None and lead.active:
+            if report.ballot > lead.ballot:
+                lead.strays[sender] = lead.strays.get(sender, 0) + 1
+                if lead.strays[sender] > STRAYS:
+                    lead.refusals.add(sender)  # it does not come back: it is not counted on
+                elif self._hears_quorum():
+                    self._send(sender, Refuse(lead.ballot))  # it counted alone
+            elif lead.strays.pop(sender, 0):
+                lead.refusals.discard(sender)
             self._begin_if_ready()
         elif report.ballot.turn > self._turn:
             if self._hears_leader():
@@ -453,6 +470,11 @@ class SyncCore:
             elif self._leader(report.ballot.turn) == self.me.peer:
                 self._follow_turn(report.ballot.turn)
                 self._stand()
+
+    def _note_report(self, sender: str, report: Report) -> None:
+        contact = self._contacts[sender]
+        contact.member, contact.report, contact.reported = report.member, report, self._now
+        contact.reported_from = contact.head.lineage if contact.head is not None else b""
 
     def _on_lead(self, sender: str, body: Lead) -> None:
         if not body.quorum and body.ballot < self._ballot_followed():
@@ -548,6 +570,8 @@ class SyncCore:
             return
         if self.phase not in (Phase.COLLECTING, Phase.ISOLATED) or self._leaving or self._damaged:
             return
+        if self._now < self._pause_until:
+            return
         group: list[tuple[Member, int, float]] = [(self.me, self.ledger.pending_samples, self._bandwidth)]
         learnt = [self._round_time.learnt]
         for member, report in self._reporting():
@@ -605,14 +629,14 @@ class SyncCore:
 
     def _enter_round(self, plan: Round) -> None:
         self._round = plan
-        shares = self.ledger.send(self.me.peer)
+        shares = self.ledger.send(self.me.peer, self._limit(self.me, SENDER_SLACK))
         self._persist(self.ledger.record())
         self._move(Phase.EXCHANGING, plan.exchange_seconds)
-        limits = tuple((member.peer, self._limit(member)) for member in plan.group)
+        limits = tuple((member.peer, self._limit(member, REDUCER_SLACK)) for member in plan.group)
         self._do(StartExchange(plan, shares, limits, self.accounts))
 
-    def _limit(self, member: Member) -> float:
-        return self._beliefs.limit(member.account, self._now, self.epoch_seconds, LEADER_SLACK)
+    def _limit(self, member: Member, slack: float) -> float:
+        return self._beliefs.limit(member.account, self._now, self._believed_seconds, slack)
 
     def _on_exchange_ended(self, event: ExchangeEnded) -> None:
         plan = self._round
@@ -666,7 +690,7 @@ class SyncCore:
             return
         entry = self._entry(plan, answers)
         judge = self._judge()
-        why = judge.why_early(entry, 1.0) or judge.why_wrong(entry) or self._why_disbelieved(entry, LEADER_SLACK)
+        why = judge.why_early(entry, 1.0) or judge.why_wrong(entry) or self._why_disbelieved(entry)
         if why is not None:
             self._fail_round(why)
         else:
@@ -722,7 +746,9 @@ class SyncCore:
         if not self._may_follow(sender, body.ballot) or not self._acceptor.accepts(body.ballot, body.entry):
             return
         known = frozenset(each.peer for each in body.goodbyes if self._has_left(each))
-        why = self._judge().why_not_accept(body, known) or self._why_disbelieved(body.entry, VOTER_SLACK)
+        why = self._judge().why_not_accept(body, known)
+        if why is None and body.entry.birth == body.ballot:  # others have believed one that is proposed again
+            why = self._why_disbelieved(body.entry)
         if why is not None:
             self._refuse(body.ballot, why)
             return
@@ -756,17 +782,19 @@ class SyncCore:
             self.me,
             self.accounts,
             self.ledger.live,
+            max(self._reported, self.ledger.pending_samples),
             self._left(),
             frozenset(self._in_touch()),
             self._now - self._slot_began,
         )
 
-    def _why_disbelieved(self, entry: Entry, slack: float) -> str | None:
-        return self._beliefs.why_refused(entry, self._now, self.epoch_seconds, slack)
+    def _why_disbelieved(self, entry: Entry) -> str | None:
+        return self._beliefs.why_refused(entry, self._now, self._believed_seconds)
 
     def _refuse(self, ballot: Ballot, why: str) -> None:
         """This leader does not keep the rules: the next one has its turn."""
         self._refused.add(ballot)
+        self._pause()
         self._do(Tell(Topic.REFUSED, f"{ballot.leader}: {why}"))
         if self.phase in (Phase.EXCHANGING, Phase.VOTING):
             self._give_up_round()
@@ -829,11 +857,11 @@ class SyncCore:
         for answer in entry.answers:
             self._held[answer.digest] = item.head.epoch
         if in_time:
-            self._beliefs.committed(entry, self._now)
-            self._epochs.append(self._now - self._slot_began)
-        else:
-            self._beliefs.replayed(entry)
+            self._beliefs.committed(entry, self._now, self._believed_seconds)
+            if self._in_time:
+                self._epochs.append(self._now - self._slot_began)
         self._take(item)
+        self._in_time = in_time
         self._do(Apply(item, settled))
         if self.phase is not Phase.CATCHING_UP:
             self._settle_in()
@@ -886,11 +914,17 @@ class SyncCore:
         """The round is over for this peer; what was in flight is pending again. Its entry may still be committed."""
         self._do(Tell(Topic.ROUND_FAILED, why))
         self._give_up_round()
+        self._pause()
         self._rounds_failed += 1
         if self._rounds_failed >= ROUNDS_IN_VAIN and (self._lead is None or self._lead.proposal is None):
             self._next_turn()
         if self._leaving:
             self._say_goodbye()
+
+    def _pause(self) -> None:
+        """Before the next round of this slot: longer each time."""
+        self._failures += 1
+        self._pause_until = self._now + self.config.heartbeat * min(LONGEST_PAUSE, 2 ** (self._failures - 1))
 
     def _give_up_round(self) -> None:
         if self.phase is Phase.EXCHANGING and self._round is not None:
@@ -1101,7 +1135,6 @@ class SyncCore:
         for item in snapshot.items:
             if isinstance(item.step, Entry):
                 self.ledger.commit(item.head.lineage, self.me.peer, item.step.answers)
-                self._beliefs.replayed(item.step)
         self.accounts = snapshot.accounts
         self.log = Log(snapshot.items, self.config.kept_entries)
         self._expire_stale()
@@ -1324,6 +1357,7 @@ class SyncCore:
             self._on_sketches(sender, body)
         elif isinstance(body, Vote) and message.head is not None and message.head.lineage != self._lineage():
             self._on_late_vote(sender, body)
+            self._compare(sender, message.head)
         else:
             if isinstance(body, Propose):
                 for goodbye in body.goodbyes:
@@ -1331,7 +1365,7 @@ class SyncCore:
             if self._compare(sender, message.head) and self.phase is not Phase.CATCHING_UP:
                 self._slot_handlers[type(body)](self, sender, body)
             elif isinstance(body, Report):
-                contact.member, contact.report, contact.reported = body.member, body, self._now
+                self._note_report(sender, body)
 
     def _last(self) -> LogItem:
         assert self.log is not None
@@ -1385,6 +1419,8 @@ class SyncCore:
             on = False
         if self._now - self._quorum_at > self.config.max_staleness * self.epoch_seconds:
             on = False  # what it computed would expire
+        if self.ledger.pending_samples >= self.config.most_epochs * self.config.target_batch_size:
+            on = False  # nobody would believe more
         if on != self._computes:
             self._computes = on
             self._do(Compute(on))

@@ -25,6 +25,7 @@ class Judge:
     me: Member
     accounts: Accounts
     own: tuple[Contribution, ...]
+    reported: int  # samples: the most that this peer reported in this slot
     left: frozenset[str]  # members out of the denominator
     in_touch: frozenset[str]
     slot_age: float  # s since the last commit
@@ -43,8 +44,7 @@ class Judge:
             return "the round is not of this slot"
         if self.me not in plan.group:
             return "this peer is told wrongly"
-        pending = sum(each.samples * each.pending.bit_count() for each in self.own) // config.cells
-        if plan.samples[plan.group.index(self.me)] > pending:
+        if plan.samples[plan.group.index(self.me)] > self.reported:
             return "this peer's samples are told wrongly"
         if not self.is_quorum(frozenset(member.peer for member in plan.group)):
             return "the group is no quorum"
@@ -107,6 +107,13 @@ class Judge:
                 mine = own.get(share.number) if share.peer == self.me.peer else None
                 if mine is not None and (mine.birth, mine.samples) != (share.birth, share.samples):
                     return "this peer's contribution was altered"
+        most = config.most_epochs * config.target_batch_size
+        brought = {(share.peer, share.number): share.samples for answer in entry.answers for share in answer.shares}
+        by_peer: dict[str, int] = {}
+        for (peer, _), samples in brought.items():
+            by_peer[peer] = by_peer.get(peer, 0) + samples
+        if any(samples > most for samples in by_peer.values()):
+            return "a member brings more than anybody can"
         return why_refused(entry.answers, self.accounts, head.epoch, group, config.max_staleness, config.cells)
 
     def _is_early(self, share: float) -> bool:

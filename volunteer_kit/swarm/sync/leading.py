@@ -22,6 +22,7 @@ class Leadership:
     since: float  # s
     promises: dict[str, Promise] = field(default_factory=dict)
     refusals: set[str] = field(default_factory=set)  # peers that follow another ballot
+    strays: dict[str, int] = field(default_factory=dict)  # how often each reported a higher turn
     attempts: int = 0  # rounds begun
     held: dict[str, tuple[Answer, ...]] = field(default_factory=dict)  # answers that members have, of this round
     proposal: Entry | None = None
