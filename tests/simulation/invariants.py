@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ENOUGH_ENTRIES = 3  # a newcomer votes with its third
 ENOUGH_VOTERS = 3
+AS_FAR_AS_IT_KNOWS = (Cause.UNKNOWN, Cause.ROLLBACK, Cause.LOST_BRANCH)  # some of it may be on the branch after all
 
 
 class Violation(Exception):
@@ -120,7 +121,7 @@ class Invariants:
         self._votes: dict[tuple[str, bytes], dict[Ballot, bytes]] = {}
         self._promised: dict[tuple[str, bytes], Ballot] = {}
         self._proposed: dict[tuple[str, bytes], dict[Ballot, bytes]] = {}
-        self._stale: dict[tuple[str, int], int] = {}  # (peer, number) -> cells that its ledger called stale
+        self._stale: dict[tuple[str, int], list[tuple[Branch, int]]] = {}  # (peer, number) -> where, which cells
 
     def violated(self, name: str, peer: str, text: str) -> Violation:
         """To be raised."""
@@ -225,7 +226,9 @@ class Invariants:
                 amounts[name] = amounts.get(name, 0) + share.samples * count
                 branch.cells += share.samples * count
                 self.samples += share.samples * count
-                if self._stale.get((name, share.number), 0) & answer.cells:
+                for where, cells in self._stale.get((name, share.number), ()):
+                    if not cells & answer.cells or not where.is_on(parent):
+                        continue
                     raise self.violated("I4", name, f"its contribution {share.number} is stale, and yet it entered")
         branch.masks, branch.amounts = masks, amounts
         branch.epoch += 1
@@ -299,7 +302,8 @@ class Invariants:
             there = branch.amounts.get(peer, 0)
             if after.committed > there + process.out_of_sight:
                 raise self.violated("I4", peer, f"says {after.committed} are committed, its branch has {there}")
-            if after.committed < there + process.out_of_sight - dict(after.expired).get(Cause.UNKNOWN, 0):
+            lost = sum(amount for cause, amount in after.expired if cause in AS_FAR_AS_IT_KNOWS)
+            if after.committed < there + process.out_of_sight - lost:
                 raise self.violated("I4", peer, f"says only {after.committed} are committed, its branch has {there}")
         if causes == {Cause.STALE}:  # a leaver cannot know what becomes of an entry that it voted for
             masks = branch.masks.get(peer, {})
@@ -307,8 +311,7 @@ class Invariants:
             for each in before.live:
                 gone = (each.pending | each.in_flight) & ~live.get(each.number, 0) & ~masks.get(each.number, 0)
                 if gone:
-                    key = (peer, each.number)
-                    self._stale[key] = self._stale.get(key, 0) | gone
+                    self._stale.setdefault((peer, each.number), []).append((branch, gone))
 
     # --- I5 ---
 
