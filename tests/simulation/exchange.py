@@ -147,20 +147,17 @@ class Exchanges:
         self._sim.clock.at(last, self._all_here, exchange, self._sim.processes[member], exchange.lives[member])
 
     def _answer(self, exchange: Exchange, reducer: str, here: list[str]) -> Answer:
-        """A slice's average: of each member the oldest shares, as many as are believed, and none that is spent."""
+        """A slice's average: of each member all shares, or none if they are not believed or spent already."""
         action = exchange.actions[reducer]
         cells = dict(exchange.round.slices)[reducer]
         limits = dict(action.limits)
         taken: list[Share] = []
         for member in here:
-            believed = limits[member]
-            sent = exchange.actions[member].shares
-            for share, pending in sorted(sent, key=lambda each: (each[0].birth, each[0].number)):
-                believed -= share.samples
-                if believed < 0:
-                    break
-                if pending & cells == cells and not action.spent.committed(member, share.number) & cells:
-                    taken.append(share)
+            shares = [each._replace(cells=each.cells & cells) for each in exchange.actions[member].shares]
+            shares = [each for each in shares if each.cells]
+            believed = sum(each.samples for each in shares) <= limits[member]
+            if believed and not any(action.spent.committed(member, each.number) & each.cells for each in shares):
+                taken += shares
         return make_answer(exchange.round.fingerprint, cells, reducer, taken)
 
     def _all_here(self, exchange: Exchange, process: Process, life: int) -> None:

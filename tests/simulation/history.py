@@ -42,7 +42,7 @@ def words(value: Any) -> str:
     if isinstance(value, Answer):
         return f"{value.cells:b} by {value.reducer} ({', '.join(words(share) for share in value.shares)})"
     if isinstance(value, Share):
-        return f"{value.peer}#{value.number} e{value.birth} x{value.samples}"
+        return f"{value.peer}#{value.number} e{value.birth} x{value.samples} {value.cells:x}"
     if isinstance(value, Entry):
         group = " ".join(member.peer for member in value.group)
         gone = f" gone {' '.join(value.gone)}" if value.gone else ""

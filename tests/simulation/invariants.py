@@ -213,21 +213,23 @@ class Invariants:
         masks, amounts = dict(parent.masks), dict(parent.amounts)
         touched: set[str] = set()
         for answer in entry.answers:
-            count = answer.cells.bit_count()
             for share in answer.shares:
                 name = share.peer
                 if name not in touched:
                     touched.add(name)
                     masks[name] = dict(masks.get(name, {}))
                 before = masks[name].get(share.number, 0)
-                if before & answer.cells:
+                if share.cells & ~answer.cells or not share.cells:
+                    raise self.violated("I2", peer, f"a share of {name} is outside of its slice")
+                if before & share.cells:
                     raise self.violated("I3", peer, f"cells of {name}'s contribution {share.number} entered twice")
-                masks[name][share.number] = before | answer.cells
-                amounts[name] = amounts.get(name, 0) + share.samples * count
-                branch.cells += share.samples * count
-                self.samples += share.samples * count
+                masks[name][share.number] = before | share.cells
+                amount = share.samples * share.cells.bit_count()
+                amounts[name] = amounts.get(name, 0) + amount
+                branch.cells += amount
+                self.samples += amount
                 for where, cells in self._stale.get((name, share.number), ()):
-                    if not cells & answer.cells or not where.is_on(parent):
+                    if not cells & share.cells or not where.is_on(parent):
                         continue
                     raise self.violated("I4", name, f"its contribution {share.number} is stale, and yet it entered")
         branch.masks, branch.amounts = masks, amounts

@@ -273,7 +273,7 @@ class FalseBranch(Liar):
         for _ in range(3):
             head = item.head
             fingerprint = head.lineage[:16]
-            share = Share(me.peer, 1_000_000 + head.epoch, head.epoch, HUGE)
+            share = Share(me.peer, 1_000_000 + head.epoch, head.epoch, HUGE, everything)
             answer = make_answer(fingerprint, everything, me.peer, (share,))
             self.sim.signatures.sign_answers((answer,))
             process.held.add(answer.digest)

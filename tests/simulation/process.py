@@ -419,7 +419,9 @@ class Process:
         residuals = self.disk.residuals
         for item in new:
             if isinstance(item.step, Entry):
-                settled = residuals.settle(item.step.fingerprint, item.step.answers, self.name)
+                settled, why = residuals.settle(item.step.fingerprint, item.step.answers, self.name)
+                if why is not None and not self.sim.liars:
+                    raise self.sim.invariants.violated("I4", self.name, why)
                 self._own = (item.head.lineage, settled)
         residuals.drop_rounds()
         fault = residuals.fault()

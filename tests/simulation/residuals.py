@@ -6,7 +6,6 @@ Values are whole numbers, so that the sums are exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from volunteer_kit.swarm.sync.contributions import Answer, Share
 
@@ -18,62 +17,66 @@ def value(number: int, cell: int, samples: int) -> int:
     return samples * (17 + (number * 31 + cell * 7) % 89)
 
 
-class Part(NamedTuple):
-    """One contribution's cell, as it was sent."""
+class Sent:
+    """One round's parts, cell by cell."""
 
-    number: int
-    value: int
-    sent: int
-    left: int  # of the value and of the residual that was added to it
+    __slots__ = ("values", "sent", "left", "numbers")
+
+    def __init__(self, cells: int):
+        self.values = [0] * cells
+        self.sent = [0] * cells
+        self.left = [0] * cells
+        self.numbers: list[set[int]] = [set() for _ in range(cells)]  # contributions in the part
 
 
 class Residuals:
     """One sender's remainders per cell; those of a round are tentative until its entry is on the branch.
 
-    Each contribution is rounded by itself, as a reducer may take some of them only. The residual is added to the oldest.
+    A part is one tensor: all contributions of a cell enter, or none.
     """
 
     def __init__(self, cells: int):
         self.cells = cells
         self.settled = [0] * cells
-        self._rounds: dict[bytes, list[list[Part]]] = {}
+        self._rounds: dict[bytes, Sent] = {}
         self._values = [0] * cells  # of everything that entered an entry
         self._sent = [0] * cells
 
-    def send(self, fingerprint: bytes, shares: Iterable[tuple[Share, int]]) -> None:
+    def send(self, fingerprint: bytes, shares: Iterable[Share]) -> None:
         """A round begins: round down what is sent, and keep the rest aside."""
-        made: list[list[Part]] = [[] for _ in range(self.cells)]
-        for share, cells in sorted(shares, key=lambda each: (each[0].birth, each[0].number)):
+        made = self._rounds[fingerprint] = Sent(self.cells)
+        for share in shares:
             for cell in range(self.cells):
-                if cells >> cell & 1:
-                    worth = value(share.number, cell, share.samples)
-                    whole = worth if made[cell] else worth + self.settled[cell]
-                    sent = whole // GRAIN * GRAIN
-                    made[cell].append(Part(share.number, worth, sent, whole - sent))
-        self._rounds[fingerprint] = made
+                if share.cells >> cell & 1:
+                    made.values[cell] += value(share.number, cell, share.samples)
+                    made.numbers[cell].add(share.number)
+        for cell in range(self.cells):
+            if made.numbers[cell]:
+                whole = made.values[cell] + self.settled[cell]
+                made.sent[cell] = whole // GRAIN * GRAIN
+                made.left[cell] = whole - made.sent[cell]
 
-    def settle(self, fingerprint: bytes, answers: Sequence[Answer], peer: str) -> int:
+    def settle(self, fingerprint: bytes, answers: Sequence[Answer], peer: str) -> tuple[int, str | None]:
         """The round's entry counts.
 
-        :returns: cells of this peer's contributions that entered
+        :returns: cells of this peer's contributions that entered, and why they are not what was sent
         """
         made = self._rounds.get(fingerprint)
-        count = 0
+        count, why = 0, None
         for answer in answers:
-            numbers = {share.number for share in answer.shares if share.peer == peer}
-            if not numbers:
-                continue
-            count += len(numbers) * answer.cells.bit_count()
-            if made is None:
-                continue  # it was sent from a branch that lost
+            mine = [share for share in answer.shares if share.peer == peer]
+            count += sum(share.cells.bit_count() for share in mine)
+            if made is None or not mine:
+                continue  # without a round it was sent from a branch that lost
             for cell in range(self.cells):
-                if answer.cells >> cell & 1 and made[cell]:
-                    entered = [part for part in made[cell] if part.number in numbers]
-                    self._values[cell] += sum(part.value for part in entered)
-                    self._sent[cell] += sum(part.sent for part in entered)
-                    before = self.settled[cell] if made[cell][0].number not in numbers else 0
-                    self.settled[cell] = before + sum(part.left for part in entered)
-        return count
+                if answer.cells >> cell & 1 and made.numbers[cell]:
+                    entered = {share.number for share in mine if share.cells >> cell & 1}
+                    if entered != made.numbers[cell]:
+                        why = f"of cell {cell} {sorted(made.numbers[cell])} were sent and {sorted(entered)} entered"
+                    self._values[cell] += made.values[cell]
+                    self._sent[cell] += made.sent[cell]
+                    self.settled[cell] = made.left[cell]
+        return count, why
 
     def drop_rounds(self) -> None:
         """Rounds of the slot are over."""
