@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 MODULUS = (1 << 61) - 1
 GENESIS_PARAMETERS = 1
 MOST_EVENTS = 60_000  # of one seed: peers that talk without an end
-DAMAGE = 10.0  # what a damaged peer's sketch is off
 SIDES = {"vote": Vote, "promise": Promise, "propose": Propose}  # messages upon which a crash can be planned
 
 
@@ -81,7 +80,7 @@ def step_parameters(parameters: int, entry: Entry) -> int:
 class Disk:
     """What survives kill -9."""
 
-    __slots__ = ("head", "ballot", "opening", "ledger", "goodbye", "held", "parameters", "residuals", "damaged")
+    __slots__ = ("head", "ballot", "opening", "ledger", "goodbye", "held", "parameters", "residuals", "damage")
 
     def __init__(self, cells: int):
         self.head: HeadRecord | None = None
@@ -92,7 +91,7 @@ class Disk:
         self.held: set[bytes] = set()  # digests of answers
         self.parameters: dict[bytes, int] = {}  # of the last heads, by lineage
         self.residuals = Residuals(cells)
-        self.damaged = False  # the file differs from what the others have
+        self.damage = 0.0  # what its sketch is off, since its parameters differ from what the others have
 
 
 class Process:
@@ -365,7 +364,7 @@ class Process:
             assert disk.head is not None
             snapshot = disk.head.snapshot
             branch = self.sim.invariants.branches[snapshot.head.lineage]
-            parameters = None if disk.damaged else disk.parameters[snapshot.head.lineage]
+            parameters = None if disk.damage else disk.parameters[snapshot.head.lineage]
             self.sim.invariants.at_head(self.name, branch, parameters, snapshot.accounts)
 
     def _write_head(self, record: HeadRecord) -> None:
@@ -380,12 +379,12 @@ class Process:
         for item in reversed(items):
             base = item.head.lineage
             known = disk.parameters.get(base)
-            if known is None and base in self.received:
-                known, disk.damaged = self.received[base], False
+            if known is None:
+                known = self.received.get(base)
             if known is not None:
                 break
             if isinstance(item.step, RollbackOrder):
-                known, disk.damaged = self.sim.checkpoint(item.step), False
+                known = self.sim.checkpoint(item.step)
                 new.append(item)
                 break
             new.append(item)
@@ -493,6 +492,8 @@ class Process:
                 raise checks.violated("I2", self.name, "took a step that does not follow its parameters")
             if self._own is not None and self._own[0] == item.head.lineage:
                 self._check_own(action)
+        if isinstance(item.step, RollbackOrder):
+            self.disk.damage = 0.0
         self.lineage = item.head.lineage
         self.parameters = self.disk.parameters[self.lineage]
         self._dirty = True
@@ -511,6 +512,7 @@ class Process:
         head = action.snapshot.head
         if self.disk.head is None or self.lineage_on_disk != head.lineage:
             raise self.sim.invariants.violated("I4", self.name, "adopted a state that it had not written")
+        self.disk.damage = 0.0
         self.lineage = head.lineage
         self.parameters = self.disk.parameters[self.lineage]
         self._dirty = True
@@ -518,18 +520,17 @@ class Process:
         self._sketch()
 
     def _sketch(self) -> None:
-        sketch = 100 + self.parameters % 1000 / 10 + (DAMAGE if self.disk.damaged else 0.0)
-        self._events.append(Sketched(self.lineage, sketch))
+        self._events.append(Sketched(self.lineage, 100 + self.parameters % 1000 / 10 + self.disk.damage))
 
-    def damage(self) -> None:
+    def damage(self, by: float) -> None:
         """A bit flips in its parameters."""
         if self.up and self.lineage:
-            self.disk.damaged = True
-            self.handle(Sketched(self.lineage, 100 + self.parameters % 1000 / 10 + DAMAGE))
+            self.disk.damage = by
+            self.handle(Sketched(self.lineage, 100 + self.parameters % 1000 / 10 + by))
 
     def snapshot(self) -> tuple[Snapshot, int] | None:
         """What it serves to others: its last head with the parameters; None: nothing that witnesses confirm."""
-        if self.disk.head is None or self.disk.damaged or self.phase in (Phase.JOINING, Phase.LEAVING):
+        if self.disk.head is None or self.disk.damage or self.phase in (Phase.JOINING, Phase.LEAVING):
             return None
         return self.disk.head.snapshot, self.disk.parameters[self.lineage_on_disk]
 

@@ -286,7 +286,7 @@ class Simulation:
 
     def _do_damage(self, fault: Fault) -> None:
         for process in self._named(fault):
-            process.damage()
+            process.damage(self.random.uniform(5, 50))
 
     def _do_order(self, fault: Fault) -> None:
         """The monitor orders a rollback; two orders of one generation if there are two amounts."""
