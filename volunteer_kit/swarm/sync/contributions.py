@@ -74,10 +74,14 @@ class LedgerRecord(NamedTuple):
 
 
 class Ledger:
-    """This peer's contributions, and what became of every sample-cell that it ever computed (invariant I4)."""
+    """This peer's contributions, and what became of every sample-cell that it ever computed (invariant I4).
 
-    def __init__(self, cells: int, record: LedgerRecord | None = None):
+    :param largest: samples of a contribution to which nothing is added any more, so that a limit never excludes it
+    """
+
+    def __init__(self, cells: int, record: LedgerRecord | None = None, largest: float = float("inf")):
         self.cells = cells
+        self._largest = largest
         self._all = (1 << cells) - 1
         self._live: dict[int, Contribution] = {}
         self._next = 0
@@ -128,7 +132,7 @@ class Ledger:
             self._expire(expired, samples * self.cells)
             return
         for each in self._live.values():
-            if each.birth == birth and not each.sealed:
+            if each.birth == birth and not each.sealed and each.samples < self._largest:
                 self._live[each.number] = each._replace(samples=each.samples + samples)
                 return
         self._live[self._next] = Contribution(self._next, birth, samples, self._all, 0, False)

@@ -124,7 +124,7 @@ class SyncCore:
         self._now = now
         self._actions: list[Action] = []
         durable = durable or Durable()
-        self.ledger = Ledger(config.cells, durable.ledger)
+        self.ledger = Ledger(config.cells, durable.ledger, config.target_batch_size)
         self.accounts = Accounts()
         self._held: dict[bytes, int] = dict.fromkeys(durable.held, 0)  # hash of an answer -> epoch
         self._last_opening = durable.opening.opening if durable.opening is not None else None
@@ -150,6 +150,7 @@ class SyncCore:
         self._replay: tuple[LogItem, ...] = ()
         self._source: str | None = None  # of the items that are replayed
         self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
+        self._reported = 0  # samples: the most that it reported in this slot
         self._opening: OpeningAttempt | None = None
         self._counted: tuple[Entry, dict[str, Vote]] | None = None  # the last entry that this leader certified
         self._acceptor = Acceptor(b"")
@@ -367,7 +368,7 @@ class SyncCore:
         self._refused: set[Ballot] = set()
         self._rounds_failed = self._failures = 0
         self._pause_until = self._now
-        self._reported: int = 0  # samples: the most that it reported in this slot
+        self._reported = 0
         self._round: Round | None = None
         self._answers: dict[bytes, tuple[Answer, ...]] = {}  # by fingerprint
         self._considered: Propose | None = None
@@ -629,7 +630,8 @@ class SyncCore:
 
     def _enter_round(self, plan: Round) -> None:
         self._round = plan
-        shares = self.ledger.send(self.me.peer, self._limit(self.me, SENDER_SLACK))
+        limit = min(self._limit(self.me, SENDER_SLACK), self.config.most_epochs * self.config.target_batch_size)
+        shares = self.ledger.send(self.me.peer, limit)
         self._persist(self.ledger.record())
         self._move(Phase.EXCHANGING, plan.exchange_seconds)
         limits = tuple((member.peer, self._limit(member, REDUCER_SLACK)) for member in plan.group)
