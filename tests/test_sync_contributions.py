@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.beliefs import Beliefs
-from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger, Share, discount, why_refused
+from volunteer_kit.swarm.sync.contributions import (
+    Accounts,
+    Answer,
+    Cause,
+    Ledger,
+    Settled,
+    Share,
+    discount,
+    why_refused,
+)
 from volunteer_kit.swarm.sync.log import Entry, Member
 
 CELLS = 4
@@ -47,7 +56,7 @@ def test_a_slice_that_was_lost_is_pending_again():
     ledger = Ledger(CELLS)
     ledger.add(10, birth=0)
     (sent,) = ledger.send("me")
-    assert ledger.commit(b"entry", "me", [answer(0b0011, sent)]) == ((0, 0b0011),)
+    assert ledger.commit(b"entry", "me", [answer(0b0011, sent)]) == (Settled(0, 10, 0b0011),)
     ledger.return_all()
     assert ledger.send("me") == (sent._replace(cells=0b1100),)
     assert ledger.committed == 20
@@ -67,8 +76,19 @@ def test_a_lost_branch_takes_what_it_committed():
     ledger.add(10, birth=0)
     (sent,) = ledger.send("me")
     ledger.commit(b"entry", "me", [answer(ALL, sent)])
-    ledger.lose([b"entry", b"another"], Cause.LOST_BRANCH)
+    ledger.switch([b"entry", b"another"], [], "me", Cause.LOST_BRANCH)
     assert (ledger.committed, ledger.expired) == (0, {Cause.LOST_BRANCH: 40})
+
+
+def test_what_both_branches_hold_is_not_lost():
+    ledger = Ledger(CELLS)
+    ledger.add(10, birth=0)
+    (sent,) = ledger.send("me")
+    ledger.commit(b"ours", "me", [answer(0b0111, sent)])
+    ledger.switch([b"ours"], [(b"theirs", [answer(0b1110, sent)])], "me", Cause.LOST_BRANCH)
+    assert (ledger.committed, ledger.expired, ledger.live) == (30, {Cause.LOST_BRANCH: 10}, ())
+    ledger.switch([b"theirs"], [], "me", Cause.ROLLBACK)
+    assert (ledger.committed, ledger.expired) == (0, {Cause.LOST_BRANCH: 10, Cause.ROLLBACK: 30})
 
 
 def test_a_process_that_starts_again_has_everything_but_the_round():
@@ -90,7 +110,7 @@ def test_a_process_that_starts_again_has_everything_but_the_round():
             st.tuples(st.just("return"), st.just(0), st.just(0)),
             st.tuples(st.just("commit"), st.integers(0, ALL), st.integers(0, 5)),
             st.tuples(st.just("expire"), st.integers(0, 6), st.just(0)),
-            st.tuples(st.just("lose"), st.integers(0, 5), st.just(0)),
+            st.tuples(st.just("lose"), st.integers(0, 5), st.integers(0, 9)),
             st.tuples(st.just("restart"), st.just(0), st.just(0)),
         ),
         max_size=30,
@@ -111,7 +131,8 @@ def test_the_sum_is_exact_whatever_happens(steps):
         elif kind == "expire":
             ledger.expire_born(one, None, Cause.STALE)
         elif kind == "lose":
-            ledger.lose([bytes([one])], Cause.LOST_BRANCH)
+            gained = [(bytes([other]), [answer(ALL, *sent)])]
+            ledger.switch([bytes([one])], gained, "me", Cause.LOST_BRANCH)
         elif kind == "restart":
             ledger = Ledger(CELLS, ledger.record())
         assert balance(ledger) == ledger.computed == computed

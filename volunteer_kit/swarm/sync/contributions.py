@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
+EXPIRED_KEPT: Final = 32  # contributions that expired last
 ACCOUNT_SWEEP: Final = 16  # epochs between two sweeps through the accounts of peers that bring nothing any more
 
 
@@ -62,6 +63,19 @@ class Contribution(NamedTuple):
     sealed: bool  # it has travelled once: nothing is added to it any more
 
 
+class Settled(NamedTuple):
+    """Cells of a contribution of this peer that an entry committed."""
+
+    number: int
+    samples: int
+    cells: int
+
+    @property
+    def sample_cells(self) -> int:
+        """Samples of each cell, summed over the cells."""
+        return self.samples * self.cells.bit_count()
+
+
 class LedgerRecord(NamedTuple):
     """What a ledger writes: its contributions and its totals in sample-cells, in one piece."""
 
@@ -70,7 +84,8 @@ class LedgerRecord(NamedTuple):
     computed: int
     committed: int
     expired: tuple[tuple[Cause, int], ...]
-    counted: tuple[tuple[bytes, int], ...]  # lineage of an entry -> sample-cells of ours that it committed
+    lately: tuple[tuple[Cause, Settled], ...]  # what expired last: another branch may hold it
+    counted: tuple[tuple[bytes, tuple[Settled, ...]], ...]  # lineage of an entry -> what it settled of ours
 
 
 class Ledger:
@@ -87,10 +102,12 @@ class Ledger:
         self._next = 0
         self.computed = self.committed = 0
         self.expired: dict[Cause, int] = {}
-        self._counted: dict[bytes, int] = {}
+        self._lately: list[tuple[Cause, Settled]] = []
+        self._counted: dict[bytes, tuple[Settled, ...]] = {}
         if record is not None:
             self._next, self.computed, self.committed = record.next_number, record.computed, record.committed
             self.expired, self._counted = dict(record.expired), dict(record.counted)
+            self._lately = list(record.lately)
             self._live = {  # the round that was in flight is over for a process that starts anew
                 each.number: each._replace(pending=each.pending | each.in_flight, in_flight=0, sealed=True)
                 for each in record.live
@@ -104,6 +121,7 @@ class Ledger:
             self.computed,
             self.committed,
             tuple(self.expired.items()),
+            tuple(self._lately),
             tuple(self._counted.items()),
         )
 
@@ -129,7 +147,7 @@ class Ledger:
         """
         self.computed += samples * self.cells
         if expired is not None:
-            self._expire(expired, samples * self.cells)
+            self._expire(expired, Settled(-1, samples, self._all))
             return
         for each in self._live.values():
             if each.birth == birth and not each.sealed and each.samples < self._largest:
@@ -157,60 +175,87 @@ class Ledger:
             if each.in_flight:
                 self._live[each.number] = each._replace(pending=each.pending | each.in_flight, in_flight=0)
 
-    def commit(self, lineage: bytes, peer: str, answers: Iterable[Answer]) -> tuple[tuple[int, int], ...]:
-        """The entry with this lineage is on our branch.
-
-        :returns: (number, cells) of our contributions that it settled
-        """
+    def commit(self, lineage: bytes, peer: str, answers: Iterable[Answer]) -> tuple[Settled, ...]:
+        """The entry with this lineage is on our branch; return what it settled of ours."""
         if lineage in self._counted:
             return ()
-        masks: dict[int, int] = {}
-        for answer in answers:
-            for share in answer.shares:
-                if share.peer == peer:
-                    masks[share.number] = masks.get(share.number, 0) | share.cells
         settled = []
-        for number, mask in masks.items():
+        for number, entered in sorted(cells_of(peer, answers).items()):
             each = self._live.get(number)
-            if each is None or not (mask := mask & (each.pending | each.in_flight)):
+            if each is None or not (mask := entered & (each.pending | each.in_flight)):
                 continue
             self._live[number] = each._replace(
                 pending=each.pending & ~mask, in_flight=each.in_flight & ~mask, sealed=True
             )
-            amount = each.samples * mask.bit_count()
-            self.committed += amount
-            self._counted[lineage] = self._counted.get(lineage, 0) + amount
-            settled.append((number, mask))
+            settled.append(Settled(number, each.samples, mask))
+        self._count(lineage, settled)
         self._drop_settled()
         return tuple(settled)
+
+    def switch(
+        self, lost: Iterable[bytes], gained: Iterable[tuple[bytes, Iterable[Answer]]], peer: str, cause: Cause
+    ) -> None:
+        """Our branch changes: what the lost entries committed expires, unless the gained ones hold it too.
+
+        What expired on the lost branch may be committed on the other one as well.
+        """
+        gone = self._lately
+        self._lately = []
+        for lineage in lost:
+            for each in self._counted.pop(lineage, ()):
+                self.committed -= each.sample_cells
+                gone.append((cause, each))
+                self.expired[cause] = self.expired.get(cause, 0) + each.sample_cells
+        for lineage, answers in gained:
+            self.commit(lineage, peer, answers)
+            entered = cells_of(peer, answers)
+            again = []
+            for place, (why, each) in enumerate(gone):
+                found = each._replace(cells=each.cells & entered.get(each.number, 0))
+                if found.cells:
+                    self.expired[why] -= found.sample_cells
+                    gone[place] = (why, each._replace(cells=each.cells & ~found.cells))
+                    again.append(found)
+            self._count(lineage, again)
+        self._lately = [(why, each) for why, each in gone if each.cells][-EXPIRED_KEPT:]
+
+    def _count(self, lineage: bytes, settled: Sequence[Settled]) -> None:
+        self.committed += sum(each.sample_cells for each in settled)
+        if settled:
+            self._counted[lineage] = (*self._counted.get(lineage, ()), *settled)
 
     def forget_entries(self, kept: set[bytes]) -> None:
         """Entries that left the log can no longer be lost."""
         if len(self._counted) > len(kept):
-            self._counted = {lineage: amount for lineage, amount in self._counted.items() if lineage in kept}
-
-    def lose(self, lineages: Iterable[bytes], cause: Cause) -> None:
-        """Entries that are no longer on our branch: what they committed of ours is lost."""
-        for lineage in lineages:
-            amount = self._counted.pop(lineage, 0)
-            self.committed -= amount
-            self._expire(cause, amount)
+            self._counted = {lineage: settled for lineage, settled in self._counted.items() if lineage in kept}
 
     def expire_born(self, before: int | None, after: int | None, cause: Cause) -> None:
         """Expire what was born before epoch `before`, or after epoch `after`; None: no bound on that side."""
         for each in list(self._live.values()):
             if (before is not None and each.birth < before) or (after is not None and each.birth > after):
-                self._expire(cause, each.samples * (each.pending | each.in_flight).bit_count())
+                self._expire(cause, Settled(each.number, each.samples, each.pending | each.in_flight))
                 del self._live[each.number]
 
-    def _expire(self, cause: Cause, amount: int) -> None:
-        if amount:
-            self.expired[cause] = self.expired.get(cause, 0) + amount
+    def _expire(self, cause: Cause, what: Settled) -> None:
+        if what.cells:
+            self.expired[cause] = self.expired.get(cause, 0) + what.sample_cells
+            if what.number >= 0:
+                self._lately = [*self._lately[1 - EXPIRED_KEPT :], (cause, what)]
 
     def _drop_settled(self) -> None:
         for each in list(self._live.values()):
             if not each.pending | each.in_flight:
                 del self._live[each.number]
+
+
+def cells_of(peer: str, answers: Iterable[Answer]) -> dict[int, int]:
+    """Cells of each contribution of a peer that entered."""
+    masks: dict[int, int] = {}
+    for answer in answers:
+        for share in answer.shares:
+            if share.peer == peer:
+                masks[share.number] = masks.get(share.number, 0) | share.cells
+    return masks
 
 
 class Accounts:

@@ -864,7 +864,7 @@ class SyncCore:
                 self._epochs.append(self._now - self._slot_began)
         self._take(item)
         self._in_time = in_time
-        self._do(Apply(item, settled))
+        self._do(Apply(item, tuple((each.number, each.cells) for each in settled)))
         if self.phase is not Phase.CATCHING_UP:
             self._settle_in()
 
@@ -1128,15 +1128,13 @@ class SyncCore:
             ours = self.log.behind(common.lineage) if common is not None else self.log.items
             theirs = {item.head.lineage for item in snapshot.items}
             lost = [item.head.lineage for item in ours if item.head.lineage not in theirs]
+            gained = [(each.head.lineage, each.step.answers) for each in snapshot.items if isinstance(each.step, Entry)]
+            self.ledger.switch(lost if common is not None else (), gained, self.me.peer, cause)
             if common is None:
                 self.ledger.expire_born(None, -1, Cause.UNKNOWN)  # nobody can tell what became of it
             elif lost:
-                self.ledger.lose(lost, cause)
                 self.ledger.expire_born(None, common.epoch, cause)
                 self._do(Tell(Topic.BRANCH_LOST, f"{len(lost)} entries"))
-        for item in snapshot.items:
-            if isinstance(item.step, Entry):
-                self.ledger.commit(item.head.lineage, self.me.peer, item.step.answers)
         self.accounts = snapshot.accounts
         self.log = Log(snapshot.items, self.config.kept_entries)
         self._expire_stale()
@@ -1271,7 +1269,8 @@ class SyncCore:
         self.ledger.return_all()
         kept = order.parent in self.log
         undone = self.log.behind(order.parent) if kept else self.log.items
-        self.ledger.lose([item.head.lineage for item in undone], Cause.ROLLBACK if kept else Cause.UNKNOWN)
+        cause = Cause.ROLLBACK if kept else Cause.UNKNOWN
+        self.ledger.switch([item.head.lineage for item in undone], (), self.me.peer, cause)
         self.ledger.expire_born(None, -1, Cause.ROLLBACK)
         self.accounts = Accounts()
         item = self.log.last.after_order(order)
