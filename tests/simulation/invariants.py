@@ -179,6 +179,8 @@ class Invariants:
         branch = Branch(parent, order.lineage)
         branch.generation, branch.sequence, branch.epoch = order.generation, order.sequence, order.epoch
         branch.cells = 0
+        branch.founders, branch.banned = frozenset(member.peer for member in order.members), frozenset(order.banned)
+        branch.since = {}
         self._listed(branch, order.members)
         return branch
 

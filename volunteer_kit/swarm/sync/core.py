@@ -150,6 +150,7 @@ class SyncCore:
         self._replay: tuple[LogItem, ...] = ()
         self._source: str | None = None  # of the items that are replayed
         self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
+        self._greeted, self._greetings = now, 0  # when somebody that had fallen silent was greeted, and how often
         self._reported = 0  # samples: the most that it reported in this slot
         self._opening: OpeningAttempt | None = None
         self._counted: tuple[Entry, dict[str, Vote]] | None = None  # the last entry that this leader certified
@@ -294,6 +295,7 @@ class SyncCore:
         if self._lead is None and self._now - self._heard > self.config.leader_timeout + self._jitter():
             if self.phase in (Phase.COLLECTING, Phase.ISOLATED):
                 self._next_turn()
+        self._greet_somebody()
         alone = self._now - self._quorum_at
         if self.phase is Phase.COLLECTING and alone > self.config.isolated_after:
             self._move(Phase.ISOLATED)
@@ -334,6 +336,20 @@ class SyncCore:
                 self._send(peer, self._report())
         elif leader is not None and leader != self.me.peer:
             self._send(leader, self._report())
+
+    def _greet_somebody(self) -> None:
+        """Say where we are to one that was not heard for a while: branches that lost sight of each other meet again."""
+        if self._now - self._greeted < self.config.suspect_after:
+            return
+        self._greeted = self._now
+        silent = sorted(
+            peer
+            for peer, contact in self._contacts
+            if self._now - contact.heard >= self.config.suspect_after and (contact.member.public or self.me.public)
+        )
+        if silent:
+            self._greetings += 1
+            self._send(silent[self._greetings % len(silent)], self._report())
 
     def _report(self) -> Report:
         self._reported = max(self._reported, self.ledger.pending_samples)
@@ -1076,7 +1092,11 @@ class SyncCore:
         """Ask the public peers for a snapshot, one after another."""
         if self._fetching is not None and self._now - self._fetching[1] <= self.config.snapshot_patience:
             return
-        known = [peer for peer in self._contacts.public() if self._now >= self._contacts[peer].avoided_until]
+        known = [
+            peer
+            for peer, contact in self._contacts
+            if (contact.member.public or contact.head is not None) and self._now >= contact.avoided_until
+        ]
         if known:
             self._fetching = None
             self._fetch_snapshot(leader_order(self.me.peer.encode(), known)[0])
@@ -1129,7 +1149,7 @@ class SyncCore:
             theirs = {item.head.lineage for item in snapshot.items}
             lost = [item.head.lineage for item in ours if item.head.lineage not in theirs]
             gained = [(each.head.lineage, each.step.answers) for each in snapshot.items if isinstance(each.step, Entry)]
-            self.ledger.switch(lost if common is not None else (), gained, self.me.peer, cause)
+            self.ledger.switch(lost, gained, self.me.peer, cause if common is not None else Cause.UNKNOWN)
             if common is None:
                 self.ledger.expire_born(None, -1, Cause.UNKNOWN)  # nobody can tell what became of it
             elif lost:
@@ -1350,6 +1370,7 @@ class SyncCore:
             return
         elif isinstance(body, AskItems):
             self._on_ask_items(sender, body)
+            self._compare(sender, message.head)
         elif isinstance(body, Items):
             self._on_items(sender, body)
         elif isinstance(body, Goodbye):

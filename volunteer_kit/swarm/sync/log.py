@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -93,8 +93,9 @@ class RollbackOrder(_Hashed):
     generation: int
     sequence: int
     epoch: int
-    parent: bytes  # what identifies the checkpoint
+    parent: bytes  # lineage of the checkpoint
     members: tuple[Member, ...]
+    banned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Membership:
         return Membership(self.founders - away, recent, entries, since, banned)
 
     def opened(self, members: Iterable[Member]) -> Membership:
-        """The membership behind an opening or a rollback order: those that it lists, and all of them vote."""
+        """The membership behind an opening: those that it lists, and all of them vote."""
         group = tuple(sorted(member for member in members if member.peer not in self.banned))
         return Membership(
             self.founders,
@@ -267,9 +268,10 @@ class LogItem:
         return LogItem(opening, None, signers, head, self.membership.opened(opening.members))
 
     def after_order(self, order: RollbackOrder) -> LogItem:
-        """Where a rollback order leads, whatever came before."""
+        """Where a rollback order leads: whatever came before, everybody has the same membership behind it."""
         head = Head(order.generation, order.sequence, order.epoch, order.lineage, 0)
-        return LogItem(order, None, frozenset(), head, self.membership.opened(order.members))
+        membership = replace(Membership.genesis(order.members), banned=frozenset(order.banned))
+        return LogItem(order, None, frozenset(), head, membership)
 
     def leads_to(self, item: LogItem) -> bool:
         """Whether `item` is a proven step behind this one (invariant I2)."""
@@ -340,6 +342,6 @@ class Log:
 def is_chain(items: tuple[LogItem, ...]) -> bool:
     """Whether each item leads to the next one; a rollback order may follow anything."""
     return all(
-        isinstance(after.step, RollbackOrder) or before.leads_to(after)
+        before.after_order(after.step) == after if isinstance(after.step, RollbackOrder) else before.leads_to(after)
         for before, after in zip(items, items[1:], strict=False)
     )
