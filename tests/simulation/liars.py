@@ -255,6 +255,8 @@ class FalseBranch(Liar):
             return
         if not self._items or self._items[-1].head.epoch < head.epoch:
             self._make(process)
+        if not self._items:
+            return
         behind = self._items[0].step
         assert behind is not None
         self.say(process, sender, Message(self._items[-1].head, Items(behind.parent, self._items)))

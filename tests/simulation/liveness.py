@@ -115,7 +115,7 @@ class Liveness:
         names = [process.name for process in able]
         if not decides(best.electorate, names, ()):
             return None
-        if not any(network.lines[name].public for name in names):
+        if not any(network.lines[name].public for name in names) or not any(each.plan.speed for each in able):
             return None
         for one, other in combinations(names, 2):
             if network.is_cut(one, other) or network.is_cut(other, one):
@@ -141,7 +141,8 @@ class Liveness:
             head = branches.get(process.lineage_on_disk)
             if head is None or not head.is_on(best) or best.depth - head.depth > 1:
                 return False
-        return sim.invariants.commits - self._commits_at_quiet >= COMMITS_AT_THE_END
+        computing = any(process.plan.speed for process in honest)
+        return not computing or sim.invariants.commits - self._commits_at_quiet >= COMMITS_AT_THE_END
 
     def at_the_end(self) -> None:
         """The time is over.

@@ -33,7 +33,7 @@ def make_schedule(mode: str, seed: int) -> Schedule:
 
 
 def _peers(rng: random.Random, count: int, public: int, founders: int, epoch: float) -> tuple[list[PeerPlan], int]:
-    """Peers of very different speed.
+    """Peers of very different speed; sometimes one that only votes, or two of one account.
 
     :param epoch: s that an epoch should take
     :returns: the peers, and the target batch size
@@ -53,6 +53,12 @@ def _peers(rng: random.Random, count: int, public: int, founders: int, epoch: fl
                 rate=rng.uniform(0.98, 1.02) if rng.random() < 0.5 else 1.0,
             )
         )
+    if founders > 2 and rng.random() < 0.1:
+        place = rng.randrange(founders)
+        peers[place] = peers[place]._replace(speed=0.0)
+    if count > 3 and rng.random() < 0.15:
+        one, other = rng.sample(range(count), 2)
+        peers[one] = peers[one]._replace(member=peers[one].member._replace(account=peers[other].member.account))
     target = max(4, round(epoch * sum(peer.speed for peer in peers[:founders])))
     return peers, target
 
@@ -83,15 +89,15 @@ def broad(seed: int) -> Schedule:
     newcomers = rng.choice((0, 0, 1, 2))
     count = founders + newcomers
     public = max(1, founders - rng.choice((0, 0, 1, 2, founders - 1)))
-    peers, target = _peers(rng, count, public, founders, rng.uniform(3, 6))
+    peers, target = _peers(rng, count, public, founders, rng.uniform(2, 6))
     peers = [
         peer._replace(member=peer.member._replace(public=rng.random() < 0.6)) if not peer.founder else peer
         for peer in peers
     ]
-    names = [peer.member.peer for peer in peers if peer.founder]
-    quiet_from = rng.uniform(35, 60)
-    faults = [Fault(rng.uniform(3, quiet_from - 5), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
-    for _ in range(rng.randint(3, 9)):
+    names = [peer.member.peer for peer in peers]
+    quiet_from = rng.uniform(40, 80)
+    faults = [Fault(rng.uniform(3, quiet_from / 2), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
+    for _ in range(rng.randint(3, 14)):
         faults.append(_one_fault(rng, names, rng.uniform(2, quiet_from - 1), quiet_from))
     if rng.random() < 0.1:
         at = rng.uniform(10, quiet_from - 8)
@@ -144,12 +150,12 @@ def nasty(seed: int) -> Schedule:
     founders = rng.choice((2, 3, 3, 3, 4, 4, 5))
     newcomers = rng.choice((0, 0, 0, 1))
     public = max(1, founders - rng.choice((0, 0, 0, 1, 2)))
-    peers, target = _peers(rng, founders + newcomers, public, founders, rng.uniform(2, 4))
-    names = [peer.member.peer for peer in peers if peer.founder]
-    quiet_from = rng.uniform(30, 50)
+    peers, target = _peers(rng, founders + newcomers, public, founders, rng.uniform(1.5, 4))
+    names = [peer.member.peer for peer in peers]
+    quiet_from = rng.uniform(40, 90)
     faults = [Fault(rng.uniform(1, 20), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
     faults.append(Fault(1.0, "trouble", (), quiet_from - 1.0, amount=rng.uniform(0.03, 0.4), what="deciding"))
-    for _ in range(rng.randint(0, 5)):
+    for _ in range(rng.randint(0, 8)):
         at = rng.uniform(2, quiet_from - 1)
         one = rng.choice(names)
         kind = rng.choices(("upon", "actions", "pause", "cut", "leave"), (4, 3, 1, 2, 1))[0]
@@ -177,15 +183,19 @@ def liar(seed: int) -> Schedule:
     liars = 2 if founders == 7 and rng.random() < 0.5 else 1
     flood = rng.random() < 0.1
     public = max(2, founders - rng.choice((0, 0, 1, 2)))
-    peers, target = _peers(rng, founders, public, founders, rng.uniform(3, 5))
+    peers, target = _peers(rng, founders, public, founders, rng.uniform(2, 5))
     lying = [peer.member.peer for peer in rng.sample(peers[:public], liars)]
     if rng.random() < 0.15:
         lying = [rng.choice(peers).member.peer]
     faults: list[Fault] = []
-    quiet_from = rng.uniform(30, 45)
+    quiet_from = rng.uniform(30, 60)
+    if rng.random() < 0.4:  # higher ballots, where a liar can ignore or hide what was accepted
+        faults.append(
+            Fault(2.0, "trouble", (), quiet_from - 2.0, amount=rng.uniform(0.02, 0.2), what="deciding")
+        )
     if flood:
         lying = []
-        for place in range(rng.randint(4, 8)):
+        for place in range(rng.randint(4, 12)):
             name = f"f{place}"
             identity = peers[0]._replace(
                 member=Member(name, "flood", rng.random() < 0.5), founder=False, liar="flood", speed=4.0, microbatch=6

@@ -51,6 +51,7 @@ from volunteer_kit.swarm.sync.messages import (
 from volunteer_kit.swarm.sync.phases import Phase
 
 if TYPE_CHECKING:
+    from tests.simulation.invariants import Branch
     from tests.simulation.liars import Liar, Witness
     from tests.simulation.simulation import Simulation
 
@@ -118,6 +119,9 @@ class Process:
         self.life = 0  # counts restarts
         self.computed = 0  # sample-cells that the core was told
         self.out_of_sight = 0  # sample-cells committed by entries that no longer count, in a log that forgot them
+        self.busy_seconds = 0.0  # that its device computed
+        self._up_seconds = 0.0
+        self._started = 0.0  # s
         self.crash_after: int | None = None  # actions
         self.crash_upon: str | None = None  # vote, promise or propose, when it is said
         self.phase: Phase | None = None
@@ -183,6 +187,7 @@ class Process:
         """Start the process, from what its disk has."""
         disk, sim = self.disk, self.sim
         self.life += 1
+        self._started = sim.clock.now
         self.up, self.paused = True, False
         self.crash_after = self.crash_upon = None
         self.phase = None
@@ -219,7 +224,12 @@ class Process:
         self._stop()
         self.sim.crashed(self)
 
+    def up_seconds(self) -> float:
+        """How long it has run, in all its lives."""
+        return self._up_seconds + (self.sim.clock.now - self._started if self.up else 0.0)
+
     def _stop(self) -> None:
+        self._up_seconds = self.up_seconds()
         self.up = False
         self._events.clear()
         self._waiting.clear()
@@ -414,8 +424,21 @@ class Process:
                     del disk.parameters[old]
 
     def _settle(self, before: bytes, new: list[LogItem], base: bytes) -> None:
-        """Residuals of cells that entered count now; also what a branch that is left behind had committed."""
-        residuals = self.disk.residuals
+        """Residuals of cells that entered count now.
+
+        What a branch that is left behind had committed, and its log has forgotten, is out of its ledger's sight.
+        """
+        branches, disk = self.sim.invariants.branches, self.disk
+        assert disk.head is not None
+        old: Branch | None = branches.get(before)
+        if old is not None and base != before:
+            now = branches[new[-1].head.lineage if new else base]
+            in_log = {item.head.lineage for item in disk.head.snapshot.items}
+            while old.parent is not None and not old.is_on(now):
+                if old.lineage not in in_log:
+                    self.out_of_sight += old.amounts.get(self.name, 0) - old.parent.amounts.get(self.name, 0)
+                old = old.parent
+        residuals = disk.residuals
         for item in new:
             if isinstance(item.step, Entry):
                 settled, why = residuals.settle(item.step.fingerprint, item.step.answers, self.name)
@@ -570,6 +593,7 @@ class Process:
             self._waiting.append((self._computed, (life, samples, lineage)))
             return
         self._busy = False
+        self.busy_seconds += self.plan.microbatch / self.plan.speed
         self.handle(Computed(samples, lineage))
         if self.up and self.life == life and self.computing and not self._busy:
             self._microbatch()

@@ -350,8 +350,13 @@ class Simulation:
             sum(process.computed for process in self.processes.values()) / self.cells,
             clock.now,
             self.events,
-            0.0,
+            self._idle(),
         )
+
+    def _idle(self) -> float:
+        devices = [process for process in self.processes.values() if process.plan.speed > 0]
+        seconds = sum(process.up_seconds() for process in devices)
+        return 1 - sum(process.busy_seconds for process in devices) / seconds if seconds else 0.0
 
     def _check(self) -> None:
         self.invariants.now = self.clock.now
