@@ -8,7 +8,7 @@ why each rule is there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, Final
 
@@ -105,6 +105,17 @@ LONGEST_PAUSE: Final = 8  # heartbeats between two rounds of a slot that fail
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
+
+
+def entries_behind(items: Sequence[LogItem], base: Head | None) -> list[tuple[bytes, tuple[Answer, ...]]]:
+    """Lineage and answers of the entries that count behind `base`: those before a rollback order do not."""
+    found: list[tuple[bytes, tuple[Answer, ...]]] = []
+    for item in items:
+        if isinstance(item.step, RollbackOrder) or (base is not None and item.head.lineage == base.lineage):
+            found = []
+        elif isinstance(item.step, Entry):
+            found.append((item.head.lineage, item.step.answers))
+    return found
 
 
 class SyncCore:
@@ -205,6 +216,8 @@ class SyncCore:
         if self.phase is not Phase.LEAVING:
             self._handlers[type(event)](self, event)
             self._allow_computing()
+        elif isinstance(event, Computed):
+            self.ledger.add(event.samples, 0, Cause.LEFT)
         return self._actions
 
     # --- the process's events ---
@@ -1148,7 +1161,7 @@ class SyncCore:
             ours = self.log.behind(common.lineage) if common is not None else self.log.items
             theirs = {item.head.lineage for item in snapshot.items}
             lost = [item.head.lineage for item in ours if item.head.lineage not in theirs]
-            gained = [(each.head.lineage, each.step.answers) for each in snapshot.items if isinstance(each.step, Entry)]
+            gained = entries_behind(snapshot.items, common)
             self.ledger.switch(lost, gained, self.me.peer, cause if common is not None else Cause.UNKNOWN)
             if common is None:
                 self.ledger.expire_born(None, -1, Cause.UNKNOWN)  # nobody can tell what became of it
