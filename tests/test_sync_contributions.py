@@ -46,26 +46,26 @@ def test_microbatches_of_one_epoch_are_one_contribution_until_it_travels():
     ledger = Ledger(CELLS)
     ledger.add(2, birth=3)
     ledger.add(3, birth=3)
-    assert ledger.send("me") == (share("me", 0, 3, 5),)
+    assert ledger.send("me", b"slot", b"round") == (share("me", 0, 3, 5),)
     ledger.add(1, birth=3)
     ledger.return_all()
-    assert ledger.send("me") == (share("me", 0, 3, 5), share("me", 1, 3, 1))
+    assert ledger.send("me", b"slot", b"round") == (share("me", 0, 3, 5), share("me", 1, 3, 1))
 
 
 def test_a_slice_that_was_lost_is_pending_again():
     ledger = Ledger(CELLS)
     ledger.add(10, birth=0)
-    (sent,) = ledger.send("me")
+    (sent,) = ledger.send("me", b"slot", b"round")
     assert ledger.commit(b"entry", "me", [answer(0b0011, sent)]) == (Settled(0, 10, 0b0011),)
     ledger.return_all()
-    assert ledger.send("me") == (sent._replace(cells=0b1100),)
+    assert ledger.send("me", b"slot", b"round") == (sent._replace(cells=0b1100),)
     assert ledger.committed == 20
 
 
 def test_an_entry_counts_once():
     ledger = Ledger(CELLS)
     ledger.add(10, birth=0)
-    (sent,) = ledger.send("me")
+    (sent,) = ledger.send("me", b"slot", b"round")
     ledger.commit(b"entry", "me", [answer(0b0011, sent)])
     assert ledger.commit(b"entry", "me", [answer(0b0011, sent)]) == ()
     assert ledger.committed == 20
@@ -74,7 +74,7 @@ def test_an_entry_counts_once():
 def test_a_lost_branch_takes_what_it_committed():
     ledger = Ledger(CELLS)
     ledger.add(10, birth=0)
-    (sent,) = ledger.send("me")
+    (sent,) = ledger.send("me", b"slot", b"round")
     ledger.commit(b"entry", "me", [answer(ALL, sent)])
     ledger.switch([b"entry", b"another"], [], "me", Cause.LOST_BRANCH)
     assert (ledger.committed, ledger.expired) == (0, {Cause.LOST_BRANCH: 40})
@@ -83,7 +83,7 @@ def test_a_lost_branch_takes_what_it_committed():
 def test_what_both_branches_hold_is_not_lost():
     ledger = Ledger(CELLS)
     ledger.add(10, birth=0)
-    (sent,) = ledger.send("me")
+    (sent,) = ledger.send("me", b"slot", b"round")
     ledger.commit(b"ours", "me", [answer(0b0111, sent)])
     ledger.switch([b"ours"], [(b"theirs", [answer(0b1110, sent)])], "me", Cause.LOST_BRANCH)
     assert (ledger.committed, ledger.expired, ledger.live) == (30, {Cause.LOST_BRANCH: 10}, ())
@@ -94,11 +94,12 @@ def test_what_both_branches_hold_is_not_lost():
 def test_a_process_that_starts_again_has_everything_but_the_round():
     ledger = Ledger(CELLS)
     ledger.add(10, birth=0)
-    ledger.send("me")
+    ledger.send("me", b"slot", b"round")
     again = Ledger(CELLS, ledger.record())
     assert again.pending_samples == 10
+    assert (again.rounds(b"slot"), again.rounds(b"next")) == ((b"round",), ())
     again.add(1, birth=0)
-    assert [each.number for each in again.send("me")] == [0, 1]
+    assert [each.number for each in again.send("me", b"slot", b"round")] == [0, 1]
 
 
 @settings(max_examples=200, deadline=None)
@@ -123,7 +124,7 @@ def test_the_sum_is_exact_whatever_happens(steps):
             ledger.add(one, other)
             computed += one * CELLS
         elif kind == "send":
-            sent = list(ledger.send("me"))
+            sent = list(ledger.send("me", b"slot", b"round"))
         elif kind == "return":
             ledger.return_all()
         elif kind == "commit" and one:

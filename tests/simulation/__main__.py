@@ -49,10 +49,10 @@ def find_planted(name: str) -> tuple[str, int | None, str]:
 
     :returns: its name, how many seeds it took (None: not found), and the violation
     """
-    from tests.simulation.planted import PLANTED
+    from tests.simulation.planted import PLANTED, patched
 
-    mode, patch = PLANTED[name]
-    with patch():
+    mode = PLANTED[name].mode
+    with patched(name):
         for seed in range(PLANTED_CAP):
             violation = run_seed(mode, seed)[1]
             if violation is not None:

@@ -86,6 +86,8 @@ class LedgerRecord(NamedTuple):
     expired: tuple[tuple[Cause, int], ...]
     lately: tuple[tuple[Cause, Settled], ...]  # what expired last: another branch may hold it
     counted: tuple[tuple[bytes, tuple[Settled, ...]], ...]  # lineage of an entry -> what it settled of ours
+    slot: bytes  # in which it sent something last
+    rounds: tuple[bytes, ...]  # fingerprints of that slot's rounds: it never sends in one again
 
 
 class Ledger:
@@ -104,10 +106,13 @@ class Ledger:
         self.expired: dict[Cause, int] = {}
         self._lately: list[tuple[Cause, Settled]] = []
         self._counted: dict[bytes, tuple[Settled, ...]] = {}
+        self._slot = b""
+        self._rounds: tuple[bytes, ...] = ()
         if record is not None:
             self._next, self.computed, self.committed = record.next_number, record.computed, record.committed
             self.expired, self._counted = dict(record.expired), dict(record.counted)
             self._lately = list(record.lately)
+            self._slot, self._rounds = record.slot, record.rounds
             self._live = {  # the round that was in flight is over for a process that starts anew
                 each.number: each._replace(pending=each.pending | each.in_flight, in_flight=0, sealed=True)
                 for each in record.live
@@ -123,6 +128,8 @@ class Ledger:
             tuple(self.expired.items()),
             tuple(self._lately),
             tuple(self._counted.items()),
+            self._slot,
+            self._rounds,
         )
 
     @property
@@ -156,11 +163,16 @@ class Ledger:
         self._live[self._next] = Contribution(self._next, birth, samples, self._all, 0, False)
         self._next += 1
 
-    def send(self, peer: str, limit: float = float("inf")) -> tuple[Share, ...]:
+    def rounds(self, slot: bytes) -> tuple[bytes, ...]:
+        """Fingerprints of the rounds of this slot in which something was sent."""
+        return self._rounds if slot == self._slot else ()
+
+    def send(self, peer: str, slot: bytes, fingerprint: bytes, limit: float = float("inf")) -> tuple[Share, ...]:
         """Put pending cells in flight, the oldest contributions first; return them as shares.
 
         :param limit: samples that are believed; what is above it stays pending
         """
+        self._slot, self._rounds = slot, (*self.rounds(slot), fingerprint)
         sent = []
         for each in sorted(self._live.values(), key=lambda each: (each.birth, each.number)):
             limit -= each.samples if each.pending else 0

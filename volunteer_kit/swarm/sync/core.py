@@ -615,7 +615,7 @@ class SyncCore:
         if samples == 0 or (samples < self.config.target_batch_size and not late) or self._waits_for_stragglers(lead):
             return
         exchange = agreed(learnt, self.config.exchange_floor, self.config.exchange_ceiling)
-        lead.attempts += 1
+        lead.attempts = max(lead.attempts, len(self.ledger.rounds(self._lineage()))) + 1
         lead.held = {}
         plan = leading.make_round(
             self._lineage(), lead.ballot, lead.attempts, group, self.config.cells, exchange, self._vote_time.seconds
@@ -645,8 +645,8 @@ class SyncCore:
         plan = body.round
         if self._damaged or self._leaving or not self._may_follow(sender, plan.ballot):
             return
-        if self._round is not None and self._round.fingerprint == plan.fingerprint:
-            return  # it came twice
+        if plan.fingerprint in self.ledger.rounds(plan.slot):
+            return  # it came twice, or before a crash: what was sent under a fingerprint stays as it is
         why = self._judge().why_not_begin(plan)
         if why is not None:
             self._refuse(plan.ballot, why)
@@ -660,7 +660,7 @@ class SyncCore:
     def _enter_round(self, plan: Round) -> None:
         self._round = plan
         limit = min(self._limit(self.me, SENDER_SLACK), self.config.most_epochs * self.config.target_batch_size)
-        shares = self.ledger.send(self.me.peer, limit)
+        shares = self.ledger.send(self.me.peer, plan.slot, plan.fingerprint, limit)
         self._persist(self.ledger.record())
         self._move(Phase.EXCHANGING, plan.exchange_seconds)
         limits = tuple((member.peer, self._limit(member, REDUCER_SLACK)) for member in plan.group)
