@@ -182,7 +182,7 @@ def test_shares_that_do_not_add_up_are_refused(answers, why):
 
 
 def test_an_account_earns_what_its_devices_can_compute():
-    beliefs = Beliefs(most_epochs=5)
+    beliefs = Beliefs(most_epochs=5, cells=CELLS)
     beliefs.saw(Member("p", "account", True), 2.0)
     beliefs.saw(Member("q", "account", False), 3.0)
     assert beliefs.limit("account", now=0.0, epoch_seconds=10.0, slack=1.0) == pytest.approx(5 * 50)

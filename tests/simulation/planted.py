@@ -126,7 +126,7 @@ def _half_is_enough(electorate: Any, agreeing: Any, left: Any = frozenset()) -> 
 
 
 def _first_order_wins(original: Any, self: Any, sender: str, body: Any) -> None:
-    if body.order.generation > self.head.generation:
+    if self.head is not None and body.order.generation > self.head.generation:
         original(self, sender, body)
 
 
@@ -185,7 +185,7 @@ PLANTED: dict[str, Planted] = {
         "nasty", "a step needs a certificate", (around(SyncCore, "_accept", _applies_at_once),)
     ),
     "vote twice": Planted(
-        "nasty", "one entry for each ballot, none below a promise", (around(Acceptor, "accepts", _accepts_anything),)
+        "liar", "one entry for each ballot, none below a promise", (around(Acceptor, "accepts", _accepts_anything),)
     ),
     "forget a vote after a crash": Planted(
         "nasty",
@@ -275,6 +275,14 @@ PLANTED: dict[str, Planted] = {
         (
             (Beliefs, "why_refused", lambda self, *arguments: None),
             (Beliefs, "limit", lambda self, *arguments: float("inf")),
+        ),
+    ),
+    "any branch is believed": Planted(
+        "liar",
+        "a branch counts with the samples that are believed",
+        (
+            (SyncCore, "_may_join_branch", lambda self, suffix: True),
+            (SyncCore, "_is_outdone", lambda self, suffix: suffix.head.beats(self.head)),
         ),
     ),
     "every identity votes": Planted(

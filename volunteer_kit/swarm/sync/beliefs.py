@@ -7,7 +7,7 @@ sender sends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Final
 
@@ -16,16 +16,19 @@ from volunteer_kit.swarm.sync.log import Entry, Member
 SENDER_SLACK: Final = 1.25  # times what the account earned; speeds vary from minute to minute
 REDUCER_SLACK: Final = 2.0
 VOTER_SLACK: Final = 4.0
+BRANCH_SLACK: Final = 2.0  # for what another branch claims since it parted from ours
 
 
 class Beliefs:
     """What each account may bring.
 
     :param most_epochs: that an account saves up
+    :param cells: of the parameter vector
     """
 
-    def __init__(self, most_epochs: int):
+    def __init__(self, most_epochs: int, cells: int):
         self._most_epochs = most_epochs
+        self.cells = cells
         self._speeds: dict[str, tuple[str, float]] = {}  # peer -> account, samples/s
         self._spent: dict[str, tuple[float, float]] = {}  # account -> s that are not earned again yet, and when
 
@@ -58,6 +61,18 @@ class Beliefs:
             spent, at = self._spent.get(account, (0.0, now))
             owed = max(0.0, spent - (now - at))
             self._spent[account] = (min(most, owed + (samples / speed if speed > 0 else most)), now)
+
+    def believed(self, entries: Iterable[Entry], seconds: float) -> float:
+        """Sample-cells of these entries, of each account no more than it can compute in so many seconds."""
+        brought: dict[str, int] = {}
+        for entry in entries:
+            accounts = {member.peer: member.account for member in entry.group}
+            for answer in entry.answers:
+                for share in answer.shares:
+                    account = accounts.get(share.peer, share.peer)
+                    brought[account] = brought.get(account, 0) + share.samples * share.cells.bit_count()
+        most = BRANCH_SLACK * seconds * self.cells
+        return sum(min(cells, most * self._speed(account)) for account, cells in sorted(brought.items()))
 
     def _speed(self, account: str) -> float:
         """samples/s; of an account that no record names, what others do."""

@@ -41,6 +41,11 @@ def opening_members(item: LogItem, alone: Sequence[Member]) -> tuple[Member, ...
     return known or tuple(sorted(alone))
 
 
+def entries_of(items: Iterable[LogItem]) -> tuple[Entry, ...]:
+    """The entries among these items."""
+    return tuple(item.step for item in items if isinstance(item.step, Entry))
+
+
 @dataclass(frozen=True)
 class Suffix:
     """What another peer has behind an item of our log, its proofs checked."""
@@ -65,9 +70,9 @@ class Suffix:
         return isinstance(self.items[0].step, Opening)
 
     @property
-    def sample_cells(self) -> int:
-        """What its entries committed."""
-        return sum(item.step.sample_cells for item in self.items if isinstance(item.step, Entry))
+    def entries(self) -> tuple[Entry, ...]:
+        """Its entries."""
+        return entries_of(self.items)
 
 
 def checked_suffix(log: Log, after: bytes | None, items: tuple[LogItem, ...]) -> Suffix | None:

@@ -20,6 +20,7 @@ from volunteer_kit.swarm.sync.branches import (
     OpeningAttempt,
     Suffix,
     checked_suffix,
+    entries_of,
     opener,
     opening_members,
 )
@@ -147,7 +148,7 @@ class SyncCore:
             self.log = Log((genesis,), config.kept_entries) if genesis is not None else None
         self._clock = PhaseClock(Phase.COLLECTING if self.log is not None else Phase.JOINING, now)
         self._contacts = Contacts(me.peer, config.suspect_after)
-        self._beliefs = Beliefs(config.most_epochs)
+        self._beliefs = Beliefs(config.most_epochs, config.cells)
         self._goodbyes: dict[str, Goodbye] = {}
         self._goodbyes_ahead: dict[str, Goodbye] = {}  # of peers that were ahead of us
         self._round_time = Deadline(config.exchange_ceiling, config.exchange_floor)
@@ -163,6 +164,7 @@ class SyncCore:
         self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
         self._greeted, self._greetings = now, 0  # when somebody that had fallen silent was greeted, and how often
         self._reported = 0  # samples: the most that it reported in this slot
+        self._entered: dict[bytes, float] = {}  # when this peer came to each head of its log
         self._opening: OpeningAttempt | None = None
         self._counted: tuple[Entry, dict[str, Vote]] | None = None  # the last entry that this leader certified
         self._acceptor = Acceptor(b"")
@@ -391,6 +393,9 @@ class SyncCore:
         self._order = leader_order(item.head.lineage, item.membership.public)
         self._turn = self._acceptor.first_turn
         self._slot_began = self._heard = self._now
+        self._entered = {
+            lineage: at for lineage, at in self._entered.items() if lineage in self.log
+        } | {item.head.lineage: self._now}
         self._in_time = False  # whether this slot was entered by a commit, at its beginning
         self._lead: Leadership | None = None
         self._followed: Ballot | None = None
@@ -1021,15 +1026,35 @@ class SyncCore:
         if suffix.base.head.lineage == self._lineage():
             if not suffix.opens_at_once or self._may_join_branch(suffix):
                 self._catch_up(sender, suffix.items)
-        elif suffix.head.beats(self._head()):
+        elif self._is_outdone(suffix):
             self._fetch_snapshot(sender)  # the switch is made in one step
 
     def _may_join_branch(self, suffix: Suffix) -> bool:
-        """From the fork point: as a member, without a quorum, or if it has an epoch's worth."""
+        """From the fork point: as a member, without a quorum, or for an epoch's worth while nothing moved here."""
         opening = suffix.items[0].step
         assert isinstance(opening, Opening)
-        enough = self.config.target_batch_size * self.config.cells
-        return self.me in opening.members or self.phase is Phase.ISOLATED or suffix.sample_cells >= enough
+        if self.me in opening.members or self.phase is Phase.ISOLATED:
+            return True
+        stuck = self._now - self._slot_began >= self.config.alone_after
+        return stuck and self._believed(suffix) >= self.config.target_batch_size * self.config.cells
+
+    def _believed(self, suffix: Suffix) -> float:
+        """Sample-cells that a branch can have computed since it parted from ours."""
+        assert self.log is not None
+        seconds = self.epoch_seconds
+        for item in (suffix.base, *self.log.behind(suffix.base.head.lineage)):
+            if item.head.lineage in self._entered:
+                seconds += self._now - self._entered[item.head.lineage]
+                break
+            seconds += 2 * self.epoch_seconds  # it was passed before this peer came
+        return self._beliefs.believed(suffix.entries, seconds)
+
+    def _is_outdone(self, suffix: Suffix) -> bool:
+        """Whether the other branch wins: more believed samples since the fork; of equals the smaller lineage."""
+        assert self.log is not None
+        ours = sum(entry.sample_cells for entry in entries_of(self.log.behind(suffix.base.head.lineage)))
+        theirs = self._believed(suffix)
+        return theirs > ours or (theirs == ours and suffix.head.lineage < self._lineage())
 
     def _could_follow(self, head: Head) -> bool:
         """Whether a head that has nothing in common with our log could be the one to follow."""
@@ -1144,8 +1169,17 @@ class SyncCore:
         continues = self._lineage() in inside
         if continues and (self._damaged or snapshot.head.lineage != self._lineage()):
             self._adopt(snapshot, self._head())
-        elif not continues and snapshot.head.beats(self._head()):
+        elif not continues and self._beats_us(snapshot, common):
             self._adopt(snapshot, None if common is None else self.log.item(common).head)
+
+    def _beats_us(self, snapshot: Snapshot, common: bytes | None) -> bool:
+        assert self.log is not None
+        if common is None or snapshot.head.order != self._head().order:
+            return snapshot.head.beats(self._head())
+        place = [item.head.lineage for item in snapshot.items].index(common)
+        if place == len(snapshot.items) - 1:
+            return False  # it is behind us
+        return self._is_outdone(Suffix(self.log.item(common), snapshot.items[place + 1 :]))
 
     def _adopt(self, snapshot: Snapshot, common: Head | None) -> None:
         """Stand where the snapshot stands, in one write.
