@@ -109,11 +109,14 @@ LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for i
 
 
 def entries_behind(items: Sequence[LogItem], base: Head | None) -> list[tuple[bytes, tuple[Answer, ...]]]:
-    """Lineage and answers of the entries that count behind `base`: those before a rollback order do not."""
+    """Lineage and answers of the entries that count behind `base`: those that a rollback order undid do not."""
     found: list[tuple[bytes, tuple[Answer, ...]]] = []
     for item in items:
-        if isinstance(item.step, RollbackOrder) or (base is not None and item.head.lineage == base.lineage):
+        if base is not None and item.head.lineage == base.lineage:
             found = []
+        elif isinstance(item.step, RollbackOrder):
+            kept = [place for place, (lineage, _) in enumerate(found) if lineage == item.step.parent]
+            found = found[: kept[0] + 1] if kept else []
         elif isinstance(item.step, Entry):
             found.append((item.head.lineage, item.step.answers))
     return found
