@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ENOUGH_ENTRIES = 3  # a newcomer votes with its third
 ENOUGH_VOTERS = 3
+SLACK = 4.0  # times what an account could have computed
+SLACK_SECONDS = 20.0
 AS_FAR_AS_IT_KNOWS = (Cause.UNKNOWN, Cause.ROLLBACK, Cause.LOST_BRANCH)  # some of it may be on the branch after all
 
 
@@ -105,10 +107,12 @@ class Invariants:
 
     :param cells: of the parameter vector
     :param liars: peers whose own deeds are not checked
+    :param speeds: samples/s that the devices of each account can do together
     """
 
-    def __init__(self, cells: int, liars: frozenset[str]):
+    def __init__(self, cells: int, liars: frozenset[str], speeds: dict[str, float]):
         self.cells = cells
+        self._speeds = speeds
         self.liars = liars
         self.now = 0.0
         self.branches: dict[bytes, Branch] = {}
@@ -212,6 +216,8 @@ class Invariants:
         if other != entry.lineage and not self.equivocators:
             both = f"{entry.lineage.hex()[:6]} and {other.hex()[:6]}"
             raise self.violated("I1", peer, f"{both} are certified behind {entry.parent.hex()[:6]}")
+        if self.liars:
+            self._plausible(peer, entry)
         masks, amounts = dict(parent.masks), dict(parent.amounts)
         touched: set[str] = set()
         for answer in entry.answers:
@@ -250,6 +256,19 @@ class Invariants:
         self.commits += 1
         self.last_commit = self.now
         return branch
+
+    def _plausible(self, peer: str, entry: Entry) -> None:
+        """An account brings no more than its devices could have computed since the run began, and some slack."""
+        accounts = {member.peer: member.account for member in entry.group}
+        shares = {(share.peer, share.number): share.samples for answer in entry.answers for share in answer.shares}
+        brought: dict[str, int] = {}
+        for (name, _), samples in shares.items():
+            account = accounts.get(name, name)
+            brought[account] = brought.get(account, 0) + samples
+        for account, samples in brought.items():
+            most = SLACK * self._speeds.get(account, 0.0) * (self.now + SLACK_SECONDS)
+            if samples > most:
+                raise self.violated("I9", peer, f"took {samples} samples of {account}, which can do {most:.0f} at most")
 
     def _certificate(self, peer: str, branch: Branch, item: LogItem) -> None:
         certificate, entry = item.certificate, branch.step

@@ -289,6 +289,7 @@ class FalseBranch(Liar):
             accounts = accounts.after(entry.answers, head.epoch + 1, self.sim.schedule.settings["max_staleness"])
             item = item.after_entry(entry, certificate)
             items.append(item)
+        self.sim.invariants.equivocators.add(me.peer)  # its core may vote for another entry there
         self._items, self._accounts = tuple(items), accounts
 
     def snapshot(self) -> Snapshot | None:

@@ -309,7 +309,7 @@ class Process:
         history = sim.history
         if history is not None:
             history.event(now, self.name, event)
-        if type(event) is Computed:
+        if type(event) is Computed and core.phase is not Phase.LEAVING:  # a leaver has closed its books
             self.computed += event.samples * sim.cells
             self._dirty = True
         life = self.life

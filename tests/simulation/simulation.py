@@ -77,7 +77,10 @@ class Simulation:
         self.network = Network(self.clock, self.random, self._deliver, self._crash_now)
         self.signatures = Signatures()
         self.liars = frozenset(peer.member.peer for peer in schedule.peers if peer.liar)
-        self.invariants = Invariants(self.cells, self.liars)
+        speeds: dict[str, float] = {}
+        for peer in schedule.peers:
+            speeds[peer.member.account] = speeds.get(peer.member.account, 0.0) + peer.speed
+        self.invariants = Invariants(self.cells, self.liars, speeds)
         self.exchanges = Exchanges(self, schedule.size)
         self.transfers = Transfers(self, schedule.size / self.cells, 3 * schedule.size)
         self.processes: dict[str, Process] = {}
