@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from volunteer_kit.swarm.sync.contributions import Answer, Share
@@ -79,6 +80,8 @@ class Exchanges:
                 del self._all[next(iter(self._all))]
         now, network = sim.clock.now, sim.network
         exchange.ended.discard(name)
+        if name in exchange.actions:  # it has started again since
+            action = replace(action, shares=exchange.actions[name].shares)
         exchange.lives[name], exchange.actions[name] = process.life, action
         sent = 0.0
         for reducer, cells in round.slices:

@@ -43,7 +43,12 @@ class Residuals:
         self._sent = [0] * cells
 
     def send(self, fingerprint: bytes, shares: Iterable[Share]) -> None:
-        """A round begins: round down what is sent, and keep the rest aside."""
+        """A round begins: round down what is sent, and keep the rest aside.
+
+        A process that starts again within a round finds it here, and sends nothing else than before.
+        """
+        if fingerprint in self._rounds:
+            return
         made = self._rounds[fingerprint] = Sent(self.cells)
         for share in shares:
             for cell in range(self.cells):
