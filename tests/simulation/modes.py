@@ -49,8 +49,8 @@ def _peers(rng: random.Random, count: int, public: int, founders: int, epoch: fl
                 microbatch=max(1, round(speed * rng.uniform(0.8, 2.0))),
                 latency=rng.uniform(0.005, 0.08),
                 uplink=rng.choice((5.0, 10.0, 20.0, 100.0)),
-                ahead=rng.uniform(-30, 30) if rng.random() < 0.5 else 0.0,
-                rate=rng.uniform(0.98, 1.02) if rng.random() < 0.5 else 1.0,
+                ahead=rng.choice((0.0, 0.0, rng.uniform(-30, 30), rng.uniform(-1e6, 1e6))),
+                rate=rng.choice((1.0, 1.0, rng.uniform(0.98, 1.02), rng.uniform(0.9, 1.1))),
             )
         )
     if founders > 2 and rng.random() < 0.1:
@@ -83,41 +83,47 @@ def _settings(rng: random.Random, target: int) -> dict[str, Any]:
 
 
 def broad(seed: int) -> Schedule:
-    """Everything that can go wrong, to 3-10 peers."""
+    """Everything that can go wrong, to 3-12 peers."""
     rng = random.Random(f"broad-{seed}")
-    founders = rng.choice((3, 3, 4, 4, 5, 6, 7, 8))
-    newcomers = rng.choice((0, 0, 1, 2))
+    founders = rng.choices((3, 4, 5, 6, 7, 8, 10, 12), (5, 6, 5, 4, 3, 2, 1, 1))[0]
+    newcomers = rng.choice((0, 0, 1, 1, 2))
     count = founders + newcomers
     public = max(1, founders - rng.choice((0, 0, 1, 2, founders - 1)))
-    peers, target = _peers(rng, count, public, founders, rng.uniform(2, 6))
+    peers, target = _peers(rng, count, public, founders, rng.uniform(2, 5))
     peers = [
         peer._replace(member=peer.member._replace(public=rng.random() < 0.6)) if not peer.founder else peer
         for peer in peers
     ]
+    size = rng.choice((0.1e6, 0.5e6, 1e6, 2e6))
+    if rng.random() < 0.1:  # everybody behind a home line
+        peers = [peer._replace(uplink=1.0) for peer in peers]
+        size /= 4
     names = [peer.member.peer for peer in peers]
-    quiet_from = rng.uniform(40, 80)
+    quiet_from = rng.uniform(50, 100)
     faults = [Fault(rng.uniform(3, quiet_from / 2), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
-    for _ in range(rng.randint(3, 14)):
-        faults.append(_one_fault(rng, names, rng.uniform(2, quiet_from - 1), quiet_from))
-    if rng.random() < 0.1:
+    weights = [weight * rng.choice((0, 1, 1, 4)) for _, weight in FAULTS]  # each seed has its own illness
+    for _ in range(rng.randint(4, 20)):
+        faults.append(_one_fault(rng, names, weights, rng.uniform(2, quiet_from - 1), quiet_from))
+    if rng.random() < 0.2:
         at = rng.uniform(10, quiet_from - 8)
-        kind = rng.choice(("crash", "leave"))
-        for name in names:
-            faults.append(Fault(at + rng.uniform(0, 2), kind, (name,)))
+        kind = rng.choice(("crash", "crash", "leave"))
+        within = rng.choice((0.1, 2.0, 6.0))
+        faults += [Fault(at + rng.uniform(0, within), kind, (name,)) for name in names]
     faults.sort()
-    size = rng.choice((0.1e6, 0.5e6, 1e6))
     return Schedule(
         "broad", seed, tuple(peers), tuple(faults), _settings(rng, target), size, quiet_from, quiet_from + QUIET_SECONDS
     )
 
 
-def _one_fault(rng: random.Random, names: list[str], at: float, quiet_from: float) -> Fault:
-    seconds = min(rng.uniform(1, 15), quiet_from - at)
-    kind = rng.choices(
-        ("crash", "crash upon", "pause", "cut", "one way", "partition", "slow", "leave", "damage", "order", "loss",
-         "duplicates"),
-        (8, 4, 3, 3, 3, 4, 2, 3, 1, 1, 1, 1),
-    )[0]  # fmt: skip
+FAULTS = (  # with how often each comes
+    ("crash", 8), ("crash upon", 4), ("pause", 4), ("cut", 3), ("one way", 5), ("partition", 4), ("slow", 2),
+    ("leave", 2), ("damage", 1), ("order", 1), ("loss", 2), ("duplicates", 1), ("deciding", 1),
+)  # fmt: skip
+
+
+def _one_fault(rng: random.Random, names: list[str], weights: list[int], at: float, quiet_from: float) -> Fault:
+    seconds = min(rng.choice((rng.uniform(1, 6), rng.uniform(1, 20))), quiet_from - at)
+    kind = rng.choices([kind for kind, _ in FAULTS], weights)[0] if any(weights) else "crash"
     one = rng.choice(names)
     if kind == "crash":
         return Fault(at, "crash", (one,), amount=rng.choice((0, 0, 1, 2, 3, 5, 8)))
@@ -133,10 +139,8 @@ def _one_fault(rng: random.Random, names: list[str], at: float, quiet_from: floa
         return Fault(at, "slow", (one,), seconds, amount=rng.choice((5, 10, 30)))
     if kind == "order":
         return Fault(at, "order", (), amount=rng.randint(0, 4), what=rng.choice(("", "two")))
-    if kind == "loss":
-        return Fault(at, "trouble", (), seconds, amount=rng.uniform(0.02, 0.3), what="loss")
-    if kind == "duplicates":
-        return Fault(at, "trouble", (), seconds, amount=rng.uniform(0.02, 0.3), what="duplicates")
+    if kind in ("loss", "duplicates", "deciding"):
+        return Fault(at, "trouble", (), seconds, amount=rng.uniform(0.05, 0.3), what=kind)
     return Fault(at, kind, (one,), seconds if kind == "pause" else 0.0)
 
 
@@ -150,12 +154,12 @@ def nasty(seed: int) -> Schedule:
     founders = rng.choice((2, 3, 3, 3, 4, 4, 5))
     newcomers = rng.choice((0, 0, 0, 1))
     public = max(1, founders - rng.choice((0, 0, 0, 1, 2)))
-    peers, target = _peers(rng, founders + newcomers, public, founders, rng.uniform(1.5, 4))
+    peers, target = _peers(rng, founders + newcomers, public, founders, rng.uniform(1, 4))
     names = [peer.member.peer for peer in peers]
-    quiet_from = rng.uniform(40, 90)
+    quiet_from = rng.uniform(50, 130)
     faults = [Fault(rng.uniform(1, 20), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
     faults.append(Fault(1.0, "trouble", (), quiet_from - 1.0, amount=rng.uniform(0.03, 0.4), what="deciding"))
-    for _ in range(rng.randint(0, 8)):
+    for _ in range(rng.randint(0, 12)):
         at = rng.uniform(2, quiet_from - 1)
         one = rng.choice(names)
         kind = rng.choices(("upon", "actions", "pause", "cut", "leave"), (4, 3, 1, 2, 1))[0]
@@ -183,12 +187,12 @@ def liar(seed: int) -> Schedule:
     liars = 2 if founders == 7 and rng.random() < 0.5 else 1
     flood = rng.random() < 0.1
     public = max(2, founders - rng.choice((0, 0, 1, 2)))
-    peers, target = _peers(rng, founders, public, founders, rng.uniform(2, 5))
+    peers, target = _peers(rng, founders, public, founders, rng.uniform(1.5, 4))
     lying = [peer.member.peer for peer in rng.sample(peers[:public], liars)]
     if rng.random() < 0.15:
         lying = [rng.choice(peers).member.peer]
     faults: list[Fault] = []
-    quiet_from = rng.uniform(30, 60)
+    quiet_from = rng.uniform(40, 80)
     if rng.random() < 0.4:  # higher ballots, where a liar can ignore or hide what was accepted
         faults.append(
             Fault(2.0, "trouble", (), quiet_from - 2.0, amount=rng.uniform(0.02, 0.2), what="deciding")
@@ -204,7 +208,7 @@ def liar(seed: int) -> Schedule:
             faults.append(Fault(rng.uniform(1, 10), "join", (name,)))
     peers = [peer._replace(liar=rng.choice(LIES)) if peer.member.peer in lying else peer for peer in peers]
     names = [peer.member.peer for peer in peers if not peer.liar]
-    for _ in range(rng.choice((0, 0, 1, 2, 3))):
+    for _ in range(rng.choice((0, 0, 1, 2, 3, 6))):
         at = rng.uniform(5, quiet_from - 1)
         seconds = min(rng.uniform(1, 8), quiet_from - at)
         one = rng.choice(names)
