@@ -20,6 +20,7 @@ from volunteer_kit.swarm.sync.beliefs import Beliefs
 from volunteer_kit.swarm.sync.branches import Suffix
 from volunteer_kit.swarm.sync.contributions import Accounts, Ledger
 from volunteer_kit.swarm.sync.core import SyncCore
+from volunteer_kit.swarm.sync.judging import Judge
 from volunteer_kit.swarm.sync.leading import Leadership
 from volunteer_kit.swarm.sync.log import Certificate, Entry, Goodbye, Log, Membership
 from volunteer_kit.swarm.sync.messages import (
@@ -27,6 +28,7 @@ from volunteer_kit.swarm.sync.messages import (
     HeadRecord,
     Items,
     Persist,
+    Propose,
     Snapshot,
     Timer,
 )
@@ -86,6 +88,13 @@ def _does_not_promise(original: Any, self: Any, ballot: Ballot) -> Any:
 
 def _born_again(original: Any, self: Any, lead: Leadership, entry: Entry) -> None:
     original(self, lead, replace(entry, birth=lead.ballot))
+
+
+def _accepts_born_again(original: Any, self: Judge, body: Propose, left: Any) -> Any:
+    bound, _ = self.bound_entry(body.promises, [each for each in body.goodbyes if not each.leaves(body.entry.parent)])
+    if bound is not None and replace(bound, birth=body.entry.birth) == body.entry:
+        return None
+    return original(self, body, left)
 
 
 def _counts_twice(original: Any, self: Ledger, lineage: bytes, peer: str, answers: Any) -> Any:
@@ -208,8 +217,7 @@ PLANTED: dict[str, Planted] = {
         "nasty",
         "the highest accepted proposal is proposed again",
         (
-            (Leadership, "highest_accepted", lambda self, goodbyes, own: (None, frozenset())),
-            (leading, "has_to_propose", lambda promises, goodbyes: None),
+            (leading, "bound_entry", lambda *arguments: (None, frozenset())),
         ),
     ),
     "the ballot is inside the lineage": Planted(
@@ -217,7 +225,7 @@ PLANTED: dict[str, Planted] = {
         "a proposal is made again unchanged",
         (
             around(SyncCore, "_propose", _born_again),
-            (leading, "has_to_propose", lambda promises, goodbyes: None),
+            around(Judge, "why_not_accept", _accepts_born_again),
         ),
     ),
     "answers are not kept with the vote": Planted(

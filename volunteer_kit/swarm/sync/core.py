@@ -103,6 +103,7 @@ from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 LONGEST_PAUSE: Final = 8  # heartbeats between two rounds of a slot that fail
+SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
@@ -220,6 +221,8 @@ class SyncCore:
         self._actions = []
         if self.phase is not Phase.LEAVING:
             self._handlers[type(event)](self, event)
+            if self._leaving and self.phase not in (Phase.EXCHANGING, Phase.VOTING):
+                self._say_goodbye()
             self._allow_computing()
         elif isinstance(event, Computed):
             self.ledger.add(event.samples, 0, Cause.LEFT)
@@ -338,8 +341,7 @@ class SyncCore:
             for peer in sorted(self._electorate() - {self.me.peer}):
                 self._send(peer, Ask(lead.ballot))
             if lead.fetching_since is not None and self._now - lead.fetching_since > self.config.leader_timeout:
-                _, reporters = lead.highest_accepted(self._voting_goodbyes(), self._own_promise(lead.ballot))
-                for peer in reporters:  # they did not serve the bytes: their answers do not count
+                for peer in self._bound_entry(lead)[1]:  # they did not serve the bytes: their answers do not count
                     lead.promises.pop(peer, None)
                     self._goodbyes.pop(peer, None)
                 lead.fetching_since = None
@@ -567,12 +569,17 @@ class SyncCore:
             self._follow_turn(ballot.turn)  # its leader is alive
 
     def _on_promise(self, sender: str, body: Promise) -> None:
-        if self._lead is not None and body.ballot == self._lead.ballot:
-            self._lead.promises[sender] = body
+        lead = self._lead
+        if lead is None or lead.active or body.ballot != lead.ballot:
+            return
+        if body.accepted_at is None or body.accepted_at < body.ballot:
+            lead.promises[sender] = body
             self._try_to_lead()
 
-    def _own_promise(self, ballot: Ballot) -> Promise:
-        return self._acceptor.answer(ballot)
+    def _bound_entry(self, lead: Leadership) -> tuple[Entry | None, frozenset[str]]:
+        """What this leader has to propose again, and the peers that reported it."""
+        own = (self.me.peer, self._acceptor.answer(lead.ballot))
+        return self._judge().bound_entry([*lead.promises.items(), own], self._voting_goodbyes())
 
     def _try_to_lead(self) -> None:
         """Become the leader once a quorum has promised, and propose again what it accepted."""
@@ -583,13 +590,16 @@ class SyncCore:
         promised = {*lead.promises, self.me.peer, *(each.peer for each in goodbyes)}
         if not is_quorum(self._electorate(), promised, self._left()):
             return
-        entry, reporters = lead.highest_accepted(goodbyes, self._own_promise(lead.ballot))
+        entry, reporters = self._bound_entry(lead)
+        silent = self._electorate() - promised - self._left()
+        if len(reporters - {self.me.peer}) == 1 and silent and self._now - lead.since < SECOND_OPINION:
+            return  # more promises may show that nobody else accepted it
         if entry is not None and (missing := self._missing(entry)):
             if lead.fetching_since is None:
                 lead.fetching_since = self._now
                 self._do(FetchAnswers(missing, tuple(sorted(reporters))))
             return
-        lead.promises[self.me.peer] = self._own_promise(lead.ballot)
+        lead.promises[self.me.peer] = self._acceptor.answer(lead.ballot)
         self._persist(self._acceptor.promise(lead.ballot))  # to itself last
         lead.active = True
         self._heard = self._now
@@ -786,8 +796,7 @@ class SyncCore:
             return
         known = frozenset(each.peer for each in body.goodbyes if self._has_left(each))
         why = self._judge().why_not_accept(body, known)
-        if why is None and body.entry.birth == body.ballot:  # others have believed one that is proposed again
-            why = self._why_disbelieved(body.entry)
+        why = why or self._why_disbelieved(body.entry)
         if why is not None:
             self._refuse(body.ballot, why)
             return
@@ -823,7 +832,6 @@ class SyncCore:
             self.ledger.live,
             max(self._reported, self.ledger.pending_samples),
             self._left(),
-            frozenset(self._in_touch()),
             self._now - self._slot_began,
         )
 
@@ -924,9 +932,7 @@ class SyncCore:
             return
         if self.phase is not Phase.COLLECTING:
             self._move(Phase.COLLECTING)
-        if self._leaving:
-            self._say_goodbye()
-        elif self._lead is None:
+        if self._lead is None:
             self._stand_if_first()
 
     def _head_record(self) -> HeadRecord:
@@ -957,8 +963,6 @@ class SyncCore:
         self._rounds_failed += 1
         if self._rounds_failed >= ROUNDS_IN_VAIN and (self._lead is None or self._lead.proposal is None):
             self._next_turn()
-        if self._leaving:
-            self._say_goodbye()
 
     def _pause(self) -> None:
         """Before the next round of this slot: longer each time."""
@@ -1355,9 +1359,7 @@ class SyncCore:
     # --- leaving ---
 
     def _on_leave(self, event: LeaveRequested) -> None:
-        self._leaving = True
-        if self.phase not in (Phase.EXCHANGING, Phase.VOTING):
-            self._say_goodbye()
+        self._leaving = True  # it says goodbye when no round runs
 
     def _say_goodbye(self) -> None:
         """Promise never to vote again: the accepted proposal goes with it, so nobody waits for this peer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,8 +10,8 @@ from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import is_quorum
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contributions import Accounts, Contribution, why_refused
-from volunteer_kit.swarm.sync.log import Entry, LogItem, Member
-from volunteer_kit.swarm.sync.messages import Propose, Round
+from volunteer_kit.swarm.sync.log import Entry, Goodbye, LogItem, Member
+from volunteer_kit.swarm.sync.messages import Promise, Propose, Round
 
 MIN_BATCH: Final = 0.5  # of the target: an entry with less is proposed only behind the epoch's deadline
 EARLY: Final = 0.5  # of the epoch's deadline: a leader that begins before it, without the samples, lies
@@ -27,7 +28,6 @@ class Judge:
     own: tuple[Contribution, ...]
     reported: int  # samples: the most that this peer reported in this slot
     left: frozenset[str]  # members out of the denominator
-    in_touch: frozenset[str]
     slot_age: float  # s since the last commit
 
     def is_quorum(self, peers: frozenset[str], left: frozenset[str] = frozenset()) -> bool:
@@ -63,12 +63,11 @@ class Judge:
         if entry.parent != self.item.head.lineage:
             return "its parent is not this head"
         if body.ballot.turn:
-            promises = [each for _, each in body.promises if each.ballot == body.ballot]
             goodbyes = [each for each in body.goodbyes if not each.leaves(entry.parent)]
             promised = frozenset(peer for peer, _ in body.promises) | {each.peer for each in goodbyes}
-            if len(promises) < len(body.promises) or not self.is_quorum(promised, left - promised):
+            if any(each.ballot != body.ballot for _, each in body.promises) or not self.is_quorum(promised, left):
                 return "no quorum has promised"
-            bound = leading.has_to_propose(promises, goodbyes)
+            bound, _ = self.bound_entry(body.promises, goodbyes, left)
             if bound != entry if bound is not None else entry.birth != body.ballot:
                 return "an accepted proposal is passed over"
         elif entry.birth != body.ballot:
@@ -77,7 +76,18 @@ class Judge:
             why = self.why_early(entry, EARLY)
             if why is not None:
                 return why
+            if self._is_altered(entry):
+                return "this peer's contribution was altered"
         return self.why_wrong(entry)
+
+    def bound_entry(
+        self, promises: Sequence[tuple[str, Promise]], goodbyes: Sequence[Goodbye], left: frozenset[str] = frozenset()
+    ) -> tuple[Entry | None, frozenset[str]]:
+        """As `leading.bound_entry`, at this head."""
+        electorate = self.item.membership.electorate
+        return leading.bound_entry(
+            promises, goodbyes, electorate, self.left | left, lambda entry: self.why_wrong(entry) is None
+        )
 
     def why_early(self, entry: Entry, share: float) -> str | None:
         """Why nobody asked for a step like this one; None: it holds enough, or the epoch is old.
@@ -92,21 +102,13 @@ class Judge:
         return None
 
     def why_wrong(self, entry: Entry) -> str | None:
-        """Why an entry does not follow this head; None: it does."""
+        """Why an entry does not follow this head; None: it does. Every honest peer at this head says the same."""
         head, config = self.item.head, self.config
-        if (entry.generation, entry.sequence, entry.epoch) != (*head.order, head.epoch):
+        if entry.parent != head.lineage or (entry.generation, entry.sequence, entry.epoch) != (*head.order, head.epoch):
             return "its epoch is not this one"
         group = frozenset(member.peer for member in entry.group)
-        if not self.is_quorum(group, frozenset(entry.gone)):
+        if not is_quorum(self.item.membership.electorate, group, frozenset(entry.gone)):
             return "the group is no quorum"
-        if self.in_touch & set(entry.gone):
-            return "a member is called gone that is here"
-        own = {each.number: each for each in self.own}
-        for answer in entry.answers:
-            for share in answer.shares:
-                mine = own.get(share.number) if share.peer == self.me.peer else None
-                if mine is not None and (mine.birth, mine.samples) != (share.birth, share.samples):
-                    return "this peer's contribution was altered"
         most = config.most_epochs * config.target_batch_size
         brought = {(share.peer, share.number): share.samples for answer in entry.answers for share in answer.shares}
         by_peer: dict[str, int] = {}
@@ -115,6 +117,15 @@ class Judge:
         if any(samples > most for samples in by_peer.values()):
             return "a member brings more than anybody can"
         return why_refused(entry.answers, self.accounts, head.epoch, group, config.max_staleness, config.cells)
+
+    def _is_altered(self, entry: Entry) -> bool:
+        own = {each.number: each for each in self.own}
+        for answer in entry.answers:
+            for share in answer.shares:
+                mine = own.get(share.number) if share.peer == self.me.peer else None
+                if mine is not None and (mine.birth, mine.samples) != (share.birth, share.samples):
+                    return True
+        return False
 
     def _is_early(self, share: float) -> bool:
         return self.slot_age < share * self.config.epoch_deadline

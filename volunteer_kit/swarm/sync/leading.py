@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum
 from volunteer_kit.swarm.sync.contributions import Answer
 from volunteer_kit.swarm.sync.log import Entry, Goodbye, Member
 from volunteer_kit.swarm.sync.messages import Promise, Round, Vote
@@ -30,24 +30,34 @@ class Leadership:
     fetching_since: float | None = None  # s; it waits for the bytes of an accepted proposal
     may_wait_until: float | None = None  # s; most peers in touch are catching up
 
-    def highest_accepted(self, goodbyes: Iterable[Goodbye], own: Promise) -> tuple[Entry | None, frozenset[str]]:
-        """The accepted entry that has to be proposed again, and the peers that reported it."""
-        reported = [(peer, each.accepted_at, each.accepted) for peer, each in self.promises.items()]
-        reported += [(each.peer, each.accepted_at, each.accepted) for each in goodbyes]
-        reported.append((self.ballot.leader, own.accepted_at, own.accepted))
-        highest = max((at for _, at, _ in reported if at is not None), default=None)
-        if highest is None:
-            return None, frozenset()
-        entry = next(entry for _, at, entry in reported if at == highest)
-        return entry, frozenset(peer for peer, at, _ in reported if at == highest)
 
+def bound_entry(
+    promises: Sequence[tuple[str, Promise]],
+    goodbyes: Sequence[Goodbye],
+    electorate: frozenset[str],
+    left: frozenset[str],
+    is_right: Callable[[Entry], bool],
+) -> tuple[Entry | None, frozenset[str]]:
+    """The entry that a leader has to propose again, and the peers that reported it; None: it is free.
 
-def has_to_propose(promises: Sequence[Promise], goodbyes: Iterable[Goodbye]) -> Entry | None:
-    """The entry that these promises of a quorum bind a leader to; None: it is free."""
-    accepted = [(each.accepted_at, each.accepted) for each in promises]
-    accepted += [(each.accepted_at, each.accepted) for each in goodbyes]
-    highest = max((at for at, _ in accepted if at is not None), default=None)
-    return None if highest is None else next(entry for at, entry in accepted if at == highest)
+    Of the entries that may have been certified it is the one that was accepted at the highest ballot. A peer that
+    promised without having accepted an entry at a ballot never votes for it there; if the others are no quorum, the
+    entry was not certified at that ballot. So one liar that reports what nobody proposed binds nobody.
+
+    :param goodbyes: those that are votes in this slot
+    :param left: members out of the denominator
+    :param is_right: whether an entry follows the head; one that does not was never accepted by an honest peer
+    """
+    reports = [(peer, each.accepted_at, each.accepted) for peer, each in promises]
+    reports += [(each.peer, each.accepted_at, each.accepted) for each in goodbyes]
+    accepted = {(at, entry.lineage): entry for _, at, entry in reports if at is not None and entry is not None}
+    for (ballot, lineage), entry in sorted(accepted.items(), key=lambda each: each[0], reverse=True):
+        reporters = {peer for peer, at, each in reports if at == ballot and each and each.lineage == lineage}
+        above = {peer for peer, at, _ in reports if at is not None and at > ballot}
+        may_have_voted = electorate - {peer for peer, _, _ in reports} | reporters | above
+        if is_quorum(electorate, may_have_voted, left) and is_right(entry):
+            return entry, frozenset(reporters)
+    return None, frozenset()
 
 
 def fingerprint(content: Sequence[object]) -> bytes:

@@ -225,7 +225,8 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message came. Its signatures hold: the sender's, and those that it carries."""
+    """A message came. Its signatures hold: the sender's and those that it carries; also each verdict's proof and the
+    goodbye of each peer that an entry calls gone."""
 
     sender: str
     message: Message
