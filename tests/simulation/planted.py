@@ -290,6 +290,7 @@ PLANTED: dict[str, Planted] = {
         "a branch counts with the samples that are believed",
         (
             (SyncCore, "_may_join_branch", lambda self, suffix: True),
+            (SyncCore, "_is_plausible", lambda self, suffix: True),
             (SyncCore, "_is_outdone", lambda self, suffix: suffix.head.beats(self.head)),
         ),
     ),

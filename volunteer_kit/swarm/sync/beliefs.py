@@ -16,7 +16,8 @@ from volunteer_kit.swarm.sync.log import Entry, Member
 SENDER_SLACK: Final = 1.25  # times what the account earned; speeds vary from minute to minute
 REDUCER_SLACK: Final = 2.0
 VOTER_SLACK: Final = 4.0
-BRANCH_SLACK: Final = 2.0  # for what another branch claims since it parted from ours
+BRANCH_SLACK: Final = 1.25  # for what a branch did since it parted from another
+PLAUSIBLE_SLACK: Final = 2.0  # a branch with more is a liar's
 
 
 class Beliefs:
@@ -28,7 +29,7 @@ class Beliefs:
 
     def __init__(self, most_epochs: int, cells: int):
         self._most_epochs = most_epochs
-        self.cells = cells
+        self._cells = cells
         self._speeds: dict[str, tuple[str, float]] = {}  # peer -> account, samples/s
         self._spent: dict[str, tuple[float, float]] = {}  # account -> s that are not earned again yet, and when
 
@@ -64,6 +65,19 @@ class Beliefs:
 
     def believed(self, entries: Iterable[Entry], seconds: float) -> float:
         """Sample-cells of these entries, of each account no more than it can compute in so many seconds."""
+        most = BRANCH_SLACK * seconds * self._cells
+        brought = self._cells_of_accounts(entries)
+        return sum(min(cells, most * self._speed(account)) for account, cells in sorted(brought.items()))
+
+    def is_plausible(self, entries: Iterable[Entry], seconds: float, epoch_seconds: float) -> bool:
+        """Whether accounts can have brought as much, with all that they had saved up before."""
+        most = PLAUSIBLE_SLACK * (seconds + self._most_epochs * epoch_seconds) * self._cells
+        return all(
+            cells <= most * self._speed(account) for account, cells in self._cells_of_accounts(entries).items()
+        )
+
+    @staticmethod
+    def _cells_of_accounts(entries: Iterable[Entry]) -> dict[str, int]:
         brought: dict[str, int] = {}
         for entry in entries:
             accounts = {member.peer: member.account for member in entry.group}
@@ -71,8 +85,7 @@ class Beliefs:
                 for share in answer.shares:
                     account = accounts.get(share.peer, share.peer)
                     brought[account] = brought.get(account, 0) + share.samples * share.cells.bit_count()
-        most = BRANCH_SLACK * seconds * self.cells
-        return sum(min(cells, most * self._speed(account)) for account, cells in sorted(brought.items()))
+        return brought
 
     def _speed(self, account: str) -> float:
         """samples/s; of an account that no record names, what others do."""

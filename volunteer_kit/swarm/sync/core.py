@@ -1037,31 +1037,42 @@ class SyncCore:
             self._fetch_snapshot(sender)  # the switch is made in one step
 
     def _may_join_branch(self, suffix: Suffix) -> bool:
-        """From the fork point: as a member, without a quorum, or for an epoch's worth while nothing moved here."""
+        """From the fork point: as a member; or after `alone_after` without a commit, if no quorum is in touch or the
+        branch has an epoch's worth."""
         opening = suffix.items[0].step
         assert isinstance(opening, Opening)
-        if self.me in opening.members or self.phase is Phase.ISOLATED:
+        if self.me in opening.members:
             return True
-        stuck = self._now - self._slot_began >= self.config.alone_after
-        return stuck and self._believed(suffix) >= self.config.target_batch_size * self.config.cells
+        if self._now - self._slot_began < self.config.alone_after - ALONE_SLACK or not self._is_plausible(suffix):
+            return False
+        enough = self.config.target_batch_size * self.config.cells
+        return self.phase is Phase.ISOLATED or self._believed(suffix.base, suffix.entries) >= enough
 
-    def _believed(self, suffix: Suffix) -> float:
-        """Sample-cells that a branch can have computed since it parted from ours."""
+    def _since(self, base: LogItem) -> float:
+        """s since this peer came to `base`, about."""
         assert self.log is not None
-        seconds = self.epoch_seconds
-        for item in (suffix.base, *self.log.behind(suffix.base.head.lineage)):
+        seconds = 0.0
+        for item in (base, *self.log.behind(base.head.lineage)):
             if item.head.lineage in self._entered:
-                seconds += self._now - self._entered[item.head.lineage]
-                break
-            seconds += 2 * self.epoch_seconds  # it was passed before this peer came
-        return self._beliefs.believed(suffix.entries, seconds)
+                return seconds + self._now - self._entered[item.head.lineage]
+            seconds += self.epoch_seconds  # it was passed before this peer came
+        return seconds
+
+    def _believed(self, base: LogItem, entries: Iterable[Entry]) -> float:
+        """Sample-cells that a branch can have computed behind `base`."""
+        return self._beliefs.believed(entries, self._since(base) + self.epoch_seconds)
+
+    def _is_plausible(self, suffix: Suffix) -> bool:
+        return self._beliefs.is_plausible(suffix.entries, self._since(suffix.base), self.epoch_seconds)
 
     def _is_outdone(self, suffix: Suffix) -> bool:
         """Whether the other branch wins: more believed samples since the fork; of equals the smaller lineage."""
         assert self.log is not None
-        ours = sum(entry.sample_cells for entry in entries_of(self.log.behind(suffix.base.head.lineage)))
-        theirs = self._believed(suffix)
-        return theirs > ours or (theirs == ours and suffix.head.lineage < self._lineage())
+        base = suffix.base
+        ours = self._believed(base, entries_of(self.log.behind(base.head.lineage)))
+        theirs = self._believed(base, suffix.entries)
+        wins = theirs > ours or (theirs == ours and suffix.head.lineage < self._lineage())
+        return wins and self._is_plausible(suffix)
 
     def _could_follow(self, head: Head) -> bool:
         """Whether a head that has nothing in common with our log could be the one to follow."""
