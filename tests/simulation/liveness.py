@@ -56,6 +56,9 @@ class Liveness:
         """Look at every bound."""
         sim, now = self._sim, self._sim.clock.now
         for process in sim.processes.values():
+            since = process.leaving_since
+            if process.active and since is not None and now - since > self._round_bound + SLACK:
+                raise sim.invariants.violated("I7", process.name, f"wants to leave for {now - since:.0f} s")
             if process.active and process.liar is None and process.phase is not None:
                 bound = self._bounds.get(process.phase)
                 if bound is not None and now - process.phase_since > bound:

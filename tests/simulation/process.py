@@ -115,6 +115,7 @@ class Process:
         self.core: Any = None
         self.up = False
         self.left = False
+        self.leaving_since: float | None = None  # s
         self.paused = False
         self.life = 0  # counts restarts
         self.computed = 0  # sample-cells that the core was told
@@ -188,6 +189,7 @@ class Process:
         disk, sim = self.disk, self.sim
         self.life += 1
         self._started = sim.clock.now
+        self.leaving_since = None
         self.up, self.paused = True, False
         self.crash_after = self.crash_upon = None
         self.phase = None
@@ -237,7 +239,8 @@ class Process:
         self.sim.exchanges.died(self.name)
 
     def leave(self) -> None:
-        """The volunteer wants to go."""
+        """The volunteer wants to go; the wish is gone if the process dies before its goodbye."""
+        self.leaving_since = self.sim.clock.now
         self.handle(LeaveRequested())
 
     def stop_for_good(self) -> None:
@@ -256,6 +259,8 @@ class Process:
             return
         self.paused = False
         self.phase_since = self.sim.clock.now
+        if self.leaving_since is not None:
+            self.leaving_since = self.sim.clock.now
         waiting, self._waiting = self._waiting, []
         for call, arguments in waiting:
             call(*arguments)
