@@ -71,6 +71,13 @@ class Plan(NamedTuple):
     microbatch: int  # samples
 
 
+class State(NamedTuple):
+    """Parameters, and what somebody's damage adds to their sketch."""
+
+    parameters: int
+    damage: float
+
+
 def step_parameters(parameters: int, entry: Entry) -> int:
     """The optimizer's step, as a number: the same answers in the same order give the same parameters."""
     for answer in entry.answers:
@@ -136,7 +143,7 @@ class Process:
         self.held: set[bytes] = set()  # digests of answers in memory
         self.lineage = b""
         self.parameters = 0
-        self.received: dict[bytes, int] = {}  # parameters that came with snapshots, by lineage
+        self.received: dict[bytes, State] = {}  # parameters that came with snapshots, by lineage
         self.computing = False
         self._busy = False
         self._own: tuple[bytes, int] | None = None  # the last step that was written, and what it settled of ours
@@ -394,8 +401,8 @@ class Process:
         for item in reversed(items):
             base = item.head.lineage
             known = disk.parameters.get(base)
-            if known is None:
-                known = self.received.get(base)
+            if known is None and base in self.received:
+                known = self.received[base].parameters
             if known is not None:
                 break
             if isinstance(item.step, RollbackOrder):
@@ -540,7 +547,8 @@ class Process:
         head = action.snapshot.head
         if self.disk.head is None or self.lineage_on_disk != head.lineage:
             raise self.sim.invariants.violated("I4", self.name, "adopted a state that it had not written")
-        self.disk.damage = 0.0
+        taken = self.received.get(head.lineage)
+        self.disk.damage = taken.damage if taken is not None else 0.0
         self.lineage = head.lineage
         self.parameters = self.disk.parameters[self.lineage]
         self._dirty = True
@@ -556,24 +564,27 @@ class Process:
             self.disk.damage = by
             self.handle(Sketched(self.lineage, 100 + self.parameters % 1000 / 10 + by))
 
-    def snapshot(self) -> tuple[Snapshot, int] | None:
-        """What it serves to others: its last head with the parameters; None: nothing that witnesses confirm."""
-        if self.disk.head is None or self.disk.damage or self.phase in (Phase.JOINING, Phase.LEAVING):
+    def snapshot(self) -> tuple[Snapshot, State] | None:
+        """What it serves to others: its last head with the parameters; None: nothing, or witnesses contradict it."""
+        disk = self.disk
+        if disk.head is None or self.phase in (Phase.JOINING, Phase.LEAVING):
             return None
-        return self.disk.head.snapshot, self.disk.parameters[self.lineage_on_disk]
+        if disk.damage and self.sim.contradicted(self):
+            return None
+        return disk.head.snapshot, State(disk.parameters[self.lineage_on_disk], disk.damage)
 
     def _fetch_snapshot(self, action: FetchSnapshot) -> None:
         self.sim.transfers.snapshot(self, action.source)
 
-    def snapshot_came(self, life: int, source: str, found: tuple[Snapshot, int] | None) -> None:
+    def snapshot_came(self, life: int, source: str, found: tuple[Snapshot, State] | None) -> None:
         """The end of a transfer."""
         if self.life != life or not self.up:
             return
         if found is None:
             self.handle(SnapshotFailed(source))
             return
-        snapshot, parameters = found
-        self.received[snapshot.head.lineage] = parameters
+        snapshot, state = found
+        self.received[snapshot.head.lineage] = state
         self.handle(SnapshotTaken(snapshot))
 
     # --- actions: the device and people ---

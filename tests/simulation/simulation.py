@@ -145,6 +145,15 @@ class Simulation:
         if phase is Phase.LEAVING:
             self.clock.after(1.0, process.stop_for_good)
 
+    def contradicted(self, process: Process) -> bool:
+        """Whether somebody at the same head has parameters that are whole, and says so as a witness."""
+        return any(
+            other.up and other.disk.head is not None and not other.disk.damage
+            and other.lineage_on_disk == process.lineage_on_disk
+            for other in self.processes.values()
+            if other.liar is None
+        )  # fmt: skip
+
     def prove(self, verdict: Verdict) -> None:
         """There is a proof against somebody."""
         self.signatures.sign_statement(("proof", *verdict))
