@@ -17,7 +17,7 @@ from volunteer_kit.swarm.sync import judging, leading
 from volunteer_kit.swarm.sync import log as log_module
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.beliefs import Beliefs
-from volunteer_kit.swarm.sync.branches import Suffix
+from volunteer_kit.swarm.sync.branches import Fork, Suffix
 from volunteer_kit.swarm.sync.contributions import Accounts, Ledger
 from volunteer_kit.swarm.sync.core import SyncCore
 from volunteer_kit.swarm.sync.judging import Judge
@@ -78,8 +78,8 @@ def _accepts_anything(original: Any, self: Any, ballot: Any, entry: Any) -> bool
 
 def _needs_no_promises(original: Any, self: Any) -> None:
     original(self)
-    if self._lead is not None:
-        self._lead.active = True
+    if self._slot.lead is not None:
+        self._slot.lead.active = True
 
 
 def _does_not_promise(original: Any, self: Any, ballot: Ballot) -> Any:
@@ -290,8 +290,8 @@ PLANTED: dict[str, Planted] = {
         "a branch counts with the samples that are believed",
         (
             (SyncCore, "_may_join_branch", lambda self, suffix: True),
-            (SyncCore, "_is_plausible", lambda self, suffix: True),
-            (SyncCore, "_is_outdone", lambda self, suffix: suffix.head.beats(self.head)),
+            (Fork, "is_plausible", True),
+            (Fork, "they_win", property(lambda self: self.suffix.head.beats(self.log.last.head))),
         ),
     ),
     "every identity votes": Planted(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from volunteer_kit.swarm.sync.ballots import leader_order
+from volunteer_kit.swarm.sync.beliefs import Beliefs
+from volunteer_kit.swarm.sync.contributions import Answer
 from volunteer_kit.swarm.sync.log import Entry, Head, Log, LogItem, Member, Opening, RollbackOrder, is_chain
 
 ALONE_SLACK: Final = 5.0  # s; peers do not miss a quorum at the same moment
@@ -81,3 +84,64 @@ def checked_suffix(log: Log, after: bytes | None, items: tuple[LogItem, ...]) ->
         return None
     base = log.item(after)
     return Suffix(base, items) if is_chain((base, *items)) else None
+
+
+def entries_behind(items: Sequence[LogItem], base: Head | None) -> list[tuple[bytes, tuple[Answer, ...]]]:
+    """Lineage and answers of the entries that count behind `base`: those that a rollback order undid do not."""
+    found: list[tuple[bytes, tuple[Answer, ...]]] = []
+    for item in items:
+        if base is not None and item.head.lineage == base.lineage:
+            found = []
+        elif isinstance(item.step, RollbackOrder):
+            kept = [place for place, (lineage, _) in enumerate(found) if lineage == item.step.parent]
+            found = found[: kept[0] + 1] if kept else []
+        elif isinstance(item.step, Entry):
+            found.append((item.head.lineage, item.step.answers))
+    return found
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Our branch and another one behind the same item, compared by the samples that are believed."""
+
+    log: Log
+    suffix: Suffix
+    beliefs: Beliefs
+    entered: Mapping[bytes, float]  # when this peer came to each head of its log
+    epoch_seconds: float
+    now: float
+
+    @cached_property
+    def seconds(self) -> float:
+        """Since the branches parted, about."""
+        seconds = 0.0
+        for item in (self.suffix.base, *self.log.behind(self.suffix.base.head.lineage)):
+            if item.head.lineage in self.entered:
+                return seconds + self.now - self.entered[item.head.lineage]
+            seconds += self.epoch_seconds  # it was passed before this peer came
+        return seconds
+
+    @property
+    def ours(self) -> float:
+        """Sample-cells of our branch."""
+        return self._believed(entries_of(self.log.behind(self.suffix.base.head.lineage)))
+
+    @property
+    def theirs(self) -> float:
+        """Sample-cells of the other one."""
+        return self._believed(self.suffix.entries)
+
+    def _believed(self, entries: Iterable[Entry]) -> float:
+        return self.beliefs.believed(entries, self.seconds + self.epoch_seconds)
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the other one's accounts can have computed what it says."""
+        return self.beliefs.is_plausible(self.suffix.entries, self.seconds, self.epoch_seconds)
+
+    @property
+    def they_win(self) -> bool:
+        """Whether the other one wins: more believed samples; of equals the smaller lineage."""
+        ours, theirs = self.ours, self.theirs
+        wins = theirs > ours or (theirs == ours and self.suffix.head.lineage < self.log.last.head.lineage)
+        return wins and self.is_plausible

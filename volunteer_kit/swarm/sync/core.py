@@ -8,7 +8,7 @@ why each rule is there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, Final
 
@@ -17,16 +17,18 @@ from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, ma
 from volunteer_kit.swarm.sync.beliefs import REDUCER_SLACK, SENDER_SLACK, Beliefs
 from volunteer_kit.swarm.sync.branches import (
     ALONE_SLACK,
+    Fork,
     OpeningAttempt,
     Suffix,
     checked_suffix,
-    entries_of,
+    entries_behind,
     opener,
     opening_members,
 )
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contacts import Contacts
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger
+from volunteer_kit.swarm.sync.drift import outliers
 from volunteer_kit.swarm.sync.judging import Judge
 from volunteer_kit.swarm.sync.leading import Leadership
 from volunteer_kit.swarm.sync.log import (
@@ -98,29 +100,14 @@ from volunteer_kit.swarm.sync.messages import (
     Vote,
 )
 from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
-from volunteer_kit.swarm.sync.promises import Acceptor
+from volunteer_kit.swarm.sync.slot import Slot
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
-LONGEST_PAUSE: Final = 8  # heartbeats between two rounds of a slot that fail
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
-
-
-def entries_behind(items: Sequence[LogItem], base: Head | None) -> list[tuple[bytes, tuple[Answer, ...]]]:
-    """Lineage and answers of the entries that count behind `base`: those that a rollback order undid do not."""
-    found: list[tuple[bytes, tuple[Answer, ...]]] = []
-    for item in items:
-        if base is not None and item.head.lineage == base.lineage:
-            found = []
-        elif isinstance(item.step, RollbackOrder):
-            kept = [place for place, (lineage, _) in enumerate(found) if lineage == item.step.parent]
-            found = found[: kept[0] + 1] if kept else []
-        elif isinstance(item.step, Entry):
-            found.append((item.head.lineage, item.step.answers))
-    return found
 
 
 class SyncCore:
@@ -167,11 +154,8 @@ class SyncCore:
         self._source: str | None = None  # of the items that are replayed
         self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
         self._greeted, self._greetings = now, 0  # when somebody that had fallen silent was greeted, and how often
-        self._reported = 0  # samples: the most that it reported in this slot
         self._entered: dict[bytes, float] = {}  # when this peer came to each head of its log
-        self._opening: OpeningAttempt | None = None
         self._counted: tuple[Entry, dict[str, Vote]] | None = None  # the last entry that this leader certified
-        self._acceptor = Acceptor(b"")
         if self.log is not None:
             self._enter_slot(durable.ballot)
 
@@ -195,12 +179,12 @@ class SyncCore:
     @property
     def ballot(self) -> BallotRecord | None:
         """What it promised, accepted and proposed in its slot."""
-        return None if self.log is None else self._acceptor.record
+        return None if self.log is None else self._slot.acceptor.record
 
     @property
     def turn(self) -> int:
         """The turn that it follows in its slot."""
-        return self._turn
+        return 0 if self.log is None else self._slot.turn
 
     @property
     def epoch_seconds(self) -> float:
@@ -210,7 +194,7 @@ class SyncCore:
     @property
     def _believed_seconds(self) -> float:
         """How long an epoch takes, at least as long as this one has lasted."""
-        return max(self.epoch_seconds, self._now - self._slot_began)
+        return max(self.epoch_seconds, self._now - self._slot.began)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event; return what to do, in this order.
@@ -254,8 +238,8 @@ class SyncCore:
             self._phase_is_over()
             return
         self._set_timer(Timer.PHASE, until)  # early: another one follows
-        if self.phase is Phase.VOTING and self._lead is not None:
-            self._propose_if_ready(self._lead)
+        if self.phase is Phase.VOTING and self._slot.lead is not None:
+            self._propose_if_ready(self._slot.lead)
 
     def _on_peer_seen(self, event: PeerSeen) -> None:
         if event.member.peer != self.me.peer:
@@ -267,7 +251,7 @@ class SyncCore:
         self.ledger.add(event.samples, birth, cause)
         self._expire_stale()
         self._persist(self.ledger.record())
-        if self._lead is not None:
+        if self._slot.lead is not None:
             self._begin_if_ready()
 
     def _birth(self, lineage: bytes) -> tuple[int, Cause | None]:
@@ -308,12 +292,12 @@ class SyncCore:
         self._expire_stale()
         if self._damaged:
             self._seek_undamaged()
-        lead = self._lead
+        lead = self._slot.lead
         if lead is not None:
             self._tick_as_leader(lead)
         else:
             self._report_to_leader()
-        if self._lead is None and self._now - self._heard > self.config.leader_timeout + self._jitter():
+        if self._slot.lead is None and self._now - self._slot.heard > self.config.leader_timeout + self._jitter():
             if self.phase in (Phase.COLLECTING, Phase.ISOLATED):
                 self._next_turn()
         self._greet_somebody()
@@ -327,7 +311,7 @@ class SyncCore:
         if lead.active:
             quorum = self._hears_quorum()
             if quorum:
-                self._quorum_at = self._heard = self._now
+                self._quorum_at = self._slot.heard = self._now
                 if self.phase is Phase.ISOLATED:
                     self._move(Phase.COLLECTING)
             for peer in self._audience():
@@ -335,7 +319,7 @@ class SyncCore:
             if lead.proposal is not None and self.phase is not Phase.VOTING:
                 self._send_proposal(lead)
             self._begin_if_ready()
-            if not quorum and self._now - max(self._heard, lead.since) > 2 * self.config.leader_timeout:
+            if not quorum and self._now - max(self._slot.heard, lead.since) > 2 * self.config.leader_timeout:
                 self._next_turn()  # this peer may be cut off in one direction
         else:
             for peer in sorted(self._electorate() - {self.me.peer}):
@@ -346,12 +330,12 @@ class SyncCore:
                     self._goodbyes.pop(peer, None)
                 lead.fetching_since = None
             self._try_to_lead()
-            if self._lead is lead and not lead.active and self._now - lead.since > 2 * self.config.leader_timeout:
+            if self._slot.lead is lead and not lead.active and self._now - lead.since > 2 * self.config.leader_timeout:
                 self._next_turn()
 
     def _report_to_leader(self) -> None:
-        leader = self._leader(self._turn)
-        if self._turn >= len(self._order):
+        leader = self._leader(self._slot.turn)
+        if self._slot.turn >= len(self._slot.order):
             for peer in self._contacts.public():
                 self._send(peer, self._report())
         elif leader is not None and leader != self.me.peer:
@@ -372,7 +356,7 @@ class SyncCore:
             self._send(silent[self._greetings % len(silent)], self._report())
 
     def _report(self) -> Report:
-        self._reported = max(self._reported, self.ledger.pending_samples)
+        self._slot.reported = max(self._slot.reported, self.ledger.pending_samples)
         return Report(
             self._ballot_followed(),
             self.me,
@@ -391,27 +375,12 @@ class SyncCore:
     # --- ballots ---
 
     def _enter_slot(self, record: BallotRecord | None = None) -> None:
-        """Begin at the head: nobody has been heard, nothing is promised, unless a record of this slot says so."""
+        """A new head: what belonged to the slot before is gone."""
         assert self.log is not None
         item = self.log.last
-        self._acceptor = Acceptor(item.head.lineage, record)
-        self._order = leader_order(item.head.lineage, item.membership.public)
-        self._turn = self._acceptor.first_turn
-        self._slot_began = self._heard = self._now
-        self._entered = {
-            lineage: at for lineage, at in self._entered.items() if lineage in self.log
-        } | {item.head.lineage: self._now}
-        self._in_time = False  # whether this slot was entered by a commit, at its beginning
-        self._lead: Leadership | None = None
-        self._followed: Ballot | None = None
-        self._refused: set[Ballot] = set()
-        self._rounds_failed = self._failures = 0
-        self._pause_until = self._now
-        self._reported = 0
-        self._round: Round | None = None
-        self._answers: dict[bytes, tuple[Answer, ...]] = {}  # by fingerprint
-        self._considered: Propose | None = None
-        self._opening = None
+        self._slot = Slot.behind(item, self._now, record)
+        kept = {lineage: at for lineage, at in self._entered.items() if lineage in self.log}
+        self._entered = kept | {item.head.lineage: self._now}
         known = self._goodbyes | {
             peer: goodbye for peer, goodbye in self._goodbyes_ahead.items() if self._has_left(goodbye)
         }
@@ -422,78 +391,61 @@ class SyncCore:
 
     def _stand_if_first(self) -> None:
         """In a new slot."""
-        if self._leader(self._turn) == self.me.peer:
+        if self._leader(self._slot.turn) == self.me.peer:
             self._stand()
 
     def _leader(self, turn: int) -> str | None:
         """Whose turn it is. Behind the last member's turn it is the turn of any public peer at the head, one by one."""
-        if turn < len(self._order):
-            return self._order[turn]
+        if turn < len(self._slot.order):
+            return self._slot.order[turn]
         public = set(self._at_head()) & set(self._contacts.public())
-        public |= set(self._order) - self._contacts.banned.keys()
+        public |= set(self._slot.order) - self._contacts.banned.keys()
         if self.me.public:
             public.add(self.me.peer)
         order = leader_order(self._lineage(), public)
         return order[turn % len(order)] if order else None
 
     def _ballot_followed(self) -> Ballot:
-        if self._lead is not None:
-            return self._lead.ballot
-        if self._followed is not None and self._followed.turn == self._turn:
-            return self._followed
-        return Ballot(self._turn, self._leader(self._turn) or "")
+        if self._slot.lead is not None:
+            return self._slot.lead.ballot
+        if self._slot.followed is not None and self._slot.followed.turn == self._slot.turn:
+            return self._slot.followed
+        return Ballot(self._slot.turn, self._leader(self._slot.turn) or "")
 
     def _stand(self) -> None:
         """Lead this turn: at once if nobody can have promised anything above, else after a quorum's promises."""
-        ballot = Ballot(self._turn, self.me.peer)
-        if not self._acceptor.may_propose(ballot):
+        ballot = Ballot(self._slot.turn, self.me.peer)
+        if not self._slot.acceptor.may_propose(ballot):
             return
-        self._lead = Leadership(ballot, active=self._turn == 0, since=self._now)
-        if self._turn > 0:
+        self._slot.lead = Leadership(ballot, active=self._slot.turn == 0, since=self._now)
+        if self._slot.turn > 0:
             for peer in sorted(self._electorate() - {self.me.peer}):
                 self._send(peer, Ask(ballot))
             self._try_to_lead()
 
     def _next_turn(self) -> None:
         """Nobody leads: count one further. This binds nobody, only a promise does."""
-        turn = self._turn + 1
         out = self._goodbyes.keys() | self._contacts.banned.keys()
-        while turn < len(self._order) and self._order[turn] in out:
-            turn += 1
-        self._follow_turn(turn)
-        if self._leader(self._turn) == self.me.peer:
+        self._slot.follow_turn(self._slot.turn_after(out), self._now)
+        if self._leader(self._slot.turn) == self.me.peer:
             self._stand()
         else:
             self._report_to_leader()
 
     def _skip_turn_of(self, peer: str) -> None:
         """The leader has left or is banned."""
-        if self.log is not None and self.phase is not Phase.CATCHING_UP and self._leader(self._turn) == peer:
+        if self.log is not None and self.phase is not Phase.CATCHING_UP and self._leader(self._slot.turn) == peer:
             self._next_turn()
-
-    def _follow_turn(self, turn: int) -> None:
-        self._turn = turn
-        self._heard = self._now
-        self._lead = None
-        self._rounds_failed = 0
-
-    def _follow(self, ballot: Ballot) -> None:
-        """This ballot's leader is heard."""
-        if self._lead is not None and self._lead.ballot != ballot:
-            self._lead = None
-        if ballot.turn != self._turn:
-            self._follow_turn(ballot.turn)
-        self._followed = ballot
 
     def _hears_leader(self) -> bool:
         """Whether a leader that has a quorum was heard just now."""
-        if self._lead is not None:
-            return self._lead.active and self._hears_quorum()
-        return self._followed is not None and self._now - self._heard < self.config.leader_timeout
+        if self._slot.lead is not None:
+            return self._slot.lead.active and self._hears_quorum()
+        return self._slot.followed is not None and self._now - self._slot.heard < self.config.leader_timeout
 
     def _on_report(self, sender: str, report: Report) -> None:
         self._note_report(sender, report)
-        lead = self._lead
+        lead = self._slot.lead
         if lead is not None and lead.active:
             if report.ballot > lead.ballot:
                 lead.strays[sender] = lead.strays.get(sender, 0) + 1
@@ -504,11 +456,11 @@ class SyncCore:
             elif lead.strays.pop(sender, 0):
                 lead.refusals.discard(sender)
             self._begin_if_ready()
-        elif report.ballot.turn > self._turn:
+        elif report.ballot.turn > self._slot.turn:
             if self._hears_leader():
                 self._send(sender, Refuse(self._ballot_followed()))
             elif self._leader(report.ballot.turn) == self.me.peer:
-                self._follow_turn(report.ballot.turn)
+                self._slot.follow_turn(report.ballot.turn, self._now)
                 self._stand()
 
     def _note_report(self, sender: str, report: Report) -> None:
@@ -521,18 +473,18 @@ class SyncCore:
             return  # it calls nobody back
         if not self._may_follow(sender, body.ballot):
             return
-        self._follow(body.ballot)
+        self._slot.follow(body.ballot, self._now)
         if body.quorum:
-            self._heard = self._quorum_at = self._now
+            self._slot.heard = self._quorum_at = self._now
             if self.phase is Phase.ISOLATED:
                 self._move(Phase.COLLECTING)
 
     def _may_follow(self, sender: str, ballot: Ballot) -> bool:
         """Whether to listen to this leader; one with a lower ballot is told."""
-        if ballot.leader != sender or not may_lead(ballot, self._order) or ballot in self._refused:
+        if ballot.leader != sender or not may_lead(ballot, self._slot.order) or ballot in self._slot.refused:
             return False
-        if ballot < self._acceptor.promised:
-            self._send(sender, Refuse(self._acceptor.promised))
+        if ballot < self._slot.acceptor.promised:
+            self._send(sender, Refuse(self._slot.acceptor.promised))
             return False
         if ballot < self._ballot_followed() and self._hears_leader():
             self._send(sender, Refuse(self._ballot_followed()))
@@ -541,35 +493,35 @@ class SyncCore:
 
     def _on_ask(self, sender: str, body: Ask) -> None:
         ballot = body.ballot
-        if ballot.leader != sender or not may_lead(ballot, self._order) or ballot in self._refused:
+        if ballot.leader != sender or not may_lead(ballot, self._slot.order) or ballot in self._slot.refused:
             return
-        if ballot < self._acceptor.promised:
-            self._send(sender, Refuse(self._acceptor.promised))
-        elif ballot > self._acceptor.promised and self._hears_leader() and ballot > self._ballot_followed():
+        if ballot < self._slot.acceptor.promised:
+            self._send(sender, Refuse(self._slot.acceptor.promised))
+        elif ballot > self._slot.acceptor.promised and self._hears_leader() and ballot > self._ballot_followed():
             self._send(sender, Refuse(self._ballot_followed()))
         else:
-            if ballot > self._acceptor.promised:
-                self._persist(self._acceptor.promise(ballot))
-            self._follow(ballot)
-            self._heard = self._now
-            self._send(sender, self._acceptor.answer(ballot))
+            if ballot > self._slot.acceptor.promised:
+                self._persist(self._slot.acceptor.promise(ballot))
+            self._slot.follow(ballot, self._now)
+            self._slot.heard = self._now
+            self._send(sender, self._slot.acceptor.answer(ballot))
 
     def _on_refuse(self, sender: str, body: Refuse) -> None:
-        lead, ballot = self._lead, body.ballot
+        lead, ballot = self._slot.lead, body.ballot
         if lead is None:
             return
         if ballot > lead.ballot:
             lead.refusals.add(sender)
             voters = self._electorate() - lead.refusals
             if not is_quorum(self._electorate(), voters, self._left()):
-                self._follow_turn(max(self._turn, ballot.turn))
-                if self._leader(self._turn) == self.me.peer:
+                self._slot.follow_turn(max(self._slot.turn, ballot.turn), self._now)
+                if self._leader(self._slot.turn) == self.me.peer:
                     self._next_turn()
-        elif not lead.active and ballot >= self._acceptor.promised and ballot not in self._refused:
-            self._follow_turn(ballot.turn)  # its leader is alive
+        elif not lead.active and ballot >= self._slot.acceptor.promised and ballot not in self._slot.refused:
+            self._slot.follow_turn(ballot.turn, self._now)  # its leader is alive
 
     def _on_promise(self, sender: str, body: Promise) -> None:
-        lead = self._lead
+        lead = self._slot.lead
         if lead is None or lead.active or body.ballot != lead.ballot:
             return
         if body.accepted_at is None or body.accepted_at < body.ballot:
@@ -578,13 +530,13 @@ class SyncCore:
 
     def _bound_entry(self, lead: Leadership) -> tuple[Entry | None, frozenset[str]]:
         """What this leader has to propose again, and the peers that reported it."""
-        own = (self.me.peer, self._acceptor.answer(lead.ballot))
+        own = (self.me.peer, self._slot.acceptor.answer(lead.ballot))
         return self._judge().bound_entry([*lead.promises.items(), own], self._voting_goodbyes())
 
     def _try_to_lead(self) -> None:
         """Become the leader once a quorum has promised, and propose again what it accepted."""
-        lead = self._lead
-        if lead is None or lead.active or not self._acceptor.may_propose(lead.ballot):
+        lead = self._slot.lead
+        if lead is None or lead.active or not self._slot.acceptor.may_propose(lead.ballot):
             return
         goodbyes = self._voting_goodbyes()
         promised = {*lead.promises, self.me.peer, *(each.peer for each in goodbyes)}
@@ -599,10 +551,10 @@ class SyncCore:
                 lead.fetching_since = self._now
                 self._do(FetchAnswers(missing, tuple(sorted(reporters))))
             return
-        lead.promises[self.me.peer] = self._acceptor.answer(lead.ballot)
-        self._persist(self._acceptor.promise(lead.ballot))  # to itself last
+        lead.promises[self.me.peer] = self._slot.acceptor.answer(lead.ballot)
+        self._persist(self._slot.acceptor.promise(lead.ballot))  # to itself last
         lead.active = True
-        self._heard = self._now
+        self._slot.heard = self._now
         for peer in self._audience():
             self._send(peer, Lead(lead.ballot, True))
         if entry is not None:
@@ -613,12 +565,12 @@ class SyncCore:
     # --- a round ---
 
     def _begin_if_ready(self) -> None:
-        lead = self._lead
+        lead = self._slot.lead
         if lead is None or not lead.active or lead.proposal is not None:
             return
         if self.phase not in (Phase.COLLECTING, Phase.ISOLATED) or self._leaving or self._damaged:
             return
-        if self._now < self._pause_until:
+        if self._now < self._slot.pause_until:
             return
         group: list[tuple[Member, int, float]] = [(self.me, self.ledger.pending_samples, self._bandwidth)]
         learnt = [self._round_time.learnt]
@@ -629,7 +581,7 @@ class SyncCore:
         if not is_quorum(self._electorate(), peers, self._left()):
             return
         samples = sum(samples for _, samples, _ in group)
-        late = self._now - self._slot_began >= self.config.epoch_deadline
+        late = self._now - self._slot.began >= self.config.epoch_deadline
         if samples == 0 or (samples < self.config.target_batch_size and not late) or self._waits_for_stragglers(lead):
             return
         exchange = agreed(learnt, self.config.exchange_floor, self.config.exchange_ceiling)
@@ -669,14 +621,14 @@ class SyncCore:
         if why is not None:
             self._refuse(plan.ballot, why)
             return
-        self._follow(plan.ballot)
-        self._heard = self._now
+        self._slot.follow(plan.ballot, self._now)
+        self._slot.heard = self._now
         if self.phase in (Phase.EXCHANGING, Phase.VOTING):
             self._give_up_round()
         self._enter_round(plan)
 
     def _enter_round(self, plan: Round) -> None:
-        self._round = plan
+        self._slot.round = plan
         limit = min(self._limit(self.me, SENDER_SLACK), self.config.most_epochs * self.config.target_batch_size)
         shares = self.ledger.send(self.me.peer, plan.slot, plan.fingerprint, limit)
         self._persist(self.ledger.record())
@@ -688,10 +640,9 @@ class SyncCore:
         return self._beliefs.limit(member.account, self._now, self._believed_seconds, slack)
 
     def _on_exchange_ended(self, event: ExchangeEnded) -> None:
-        plan = self._round
+        plan = self._slot.round
         if plan is None or event.fingerprint != plan.fingerprint:
             return
-        self._answers[plan.fingerprint] = event.answers
         self._hold(answer.digest for answer in event.answers)
         if self.phase is not Phase.EXCHANGING:
             return
@@ -700,7 +651,7 @@ class SyncCore:
             self._round_time.succeeded(self._now - self._clock.entered)
         else:
             self._round_time.failed(1 - len(event.answers) / len(plan.slices))
-        lead = self._lead
+        lead = self._slot.lead
         if lead is not None and lead.ballot == plan.ballot:
             self._move(Phase.VOTING, self.config.gather + plan.vote_seconds)
             lead.held[self.me.peer] = event.answers
@@ -710,7 +661,7 @@ class SyncCore:
             self._send(plan.ballot.leader, Held(plan.fingerprint, event.answers))
 
     def _on_held(self, sender: str, body: Held) -> None:
-        lead, plan = self._lead, self._round
+        lead, plan = self._slot.lead, self._slot.round
         if lead is None or plan is None or plan.fingerprint != body.fingerprint or lead.ballot != plan.ballot:
             return
         if any(member.peer == sender for member in plan.group):
@@ -718,7 +669,7 @@ class SyncCore:
             self._propose_if_ready(lead)
 
     def _propose_if_ready(self, lead: Leadership) -> None:
-        plan = self._round
+        plan = self._slot.round
         if plan is None or lead.proposal is not None or self.phase is not Phase.VOTING:
             return
         own = lead.held.get(self.me.peer, ())
@@ -768,7 +719,7 @@ class SyncCore:
 
     def _propose(self, lead: Leadership, entry: Entry) -> None:
         lead.proposal = entry
-        self._persist(self._acceptor.propose(lead.ballot, entry))
+        self._persist(self._slot.acceptor.propose(lead.ballot, entry))
         if self.phase in (Phase.COLLECTING, Phase.ISOLATED):
             self._move(Phase.VOTING, self._vote_time.seconds)
         else:
@@ -792,7 +743,7 @@ class SyncCore:
         return Vote(ballot, entry.lineage, sketch)
 
     def _on_propose(self, sender: str, body: Propose) -> None:
-        if not self._may_follow(sender, body.ballot) or not self._acceptor.accepts(body.ballot, body.entry):
+        if not self._may_follow(sender, body.ballot) or not self._slot.acceptor.accepts(body.ballot, body.entry):
             return
         known = frozenset(each.peer for each in body.goodbyes if self._has_left(each))
         why = self._judge().why_not_accept(body, known)
@@ -800,15 +751,15 @@ class SyncCore:
         if why is not None:
             self._refuse(body.ballot, why)
             return
-        self._follow(body.ballot)
-        self._heard = self._now
+        self._slot.follow(body.ballot, self._now)
+        self._slot.heard = self._now
         if self._damaged:
             return
-        if self.phase is Phase.EXCHANGING and self._round is not None:
-            self._do(EndExchange(self._round.fingerprint))
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+            self._do(EndExchange(self._slot.round.fingerprint))
         if self.phase is not Phase.VOTING:
             self._move(Phase.VOTING, self._vote_time.seconds)
-        self._considered = body
+        self._slot.considered = body
         missing = self._missing(body.entry)
         if missing:
             group = tuple(member.peer for member in body.entry.group if member.peer not in (sender, self.me.peer))
@@ -817,10 +768,10 @@ class SyncCore:
             self._accept(body)
 
     def _accept(self, body: Propose) -> None:
-        self._considered = None
-        if not self._acceptor.accepts(body.ballot, body.entry):
+        self._slot.considered = None
+        if not self._slot.acceptor.accepts(body.ballot, body.entry):
             return
-        self._persist(self._acceptor.accept(body.ballot, body.entry))
+        self._persist(self._slot.acceptor.accept(body.ballot, body.entry))
         self._send(body.ballot.leader, self._vote(body.ballot, body.entry))
 
     def _judge(self) -> Judge:
@@ -830,9 +781,9 @@ class SyncCore:
             self.me,
             self.accounts,
             self.ledger.live,
-            max(self._reported, self.ledger.pending_samples),
+            max(self._slot.reported, self.ledger.pending_samples),
             self._left(),
-            self._now - self._slot_began,
+            self._now - self._slot.began,
         )
 
     def _why_disbelieved(self, entry: Entry) -> str | None:
@@ -840,15 +791,15 @@ class SyncCore:
 
     def _refuse(self, ballot: Ballot, why: str) -> None:
         """This leader does not keep the rules: the next one has its turn."""
-        self._refused.add(ballot)
-        self._pause()
+        self._slot.refused.add(ballot)
+        self._slot.pause(self._now, self.config.heartbeat)
         self._do(Tell(Topic.REFUSED, f"{ballot.leader}: {why}"))
         if self.phase in (Phase.EXCHANGING, Phase.VOTING):
             self._give_up_round()
         self._next_turn()
 
     def _on_vote(self, sender: str, body: Vote) -> None:
-        lead = self._lead
+        lead = self._slot.lead
         if lead is None or lead.proposal is None or body.ballot != lead.ballot:
             return
         if body.entry == lead.proposal.lineage and sender in self._electorate():
@@ -856,7 +807,7 @@ class SyncCore:
             self._count_votes()
 
     def _count_votes(self) -> None:
-        lead = self._lead
+        lead = self._slot.lead
         if lead is None or lead.proposal is None:
             return
         entry = lead.proposal
@@ -882,11 +833,11 @@ class SyncCore:
             self._compare_sketches(entry, votes)
 
     def _compare_sketches(self, entry: Entry, votes: dict[str, Vote]) -> None:
-        sketches = Sketches(entry.parent, tuple(sorted(votes.items(), key=lambda each: each[0])))
-        outliers = self._outliers(sketches)
-        for peer in sorted(outliers - {self.me.peer}):
-            self._send(peer, sketches)
-        if self.me.peer in outliers:
+        told = tuple(sorted(votes.items(), key=lambda each: each[0]))
+        divergent = outliers(told, self.config.sketch_tolerance)
+        for peer in sorted(divergent - {self.me.peer}):
+            self._send(peer, Sketches(entry.parent, told))
+        if self.me.peer in divergent:
             self._is_damaged()
 
     # --- the commit ---
@@ -896,8 +847,8 @@ class SyncCore:
         entry = item.step
         assert isinstance(entry, Entry) and self.log is not None
         in_time = self.phase is not Phase.CATCHING_UP and not self._replay
-        if self.phase is Phase.EXCHANGING and self._round is not None:
-            self._do(EndExchange(self._round.fingerprint))
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+            self._do(EndExchange(self._slot.round.fingerprint))
         settled = self.ledger.commit(entry.lineage, self.me.peer, entry.answers)
         self.ledger.return_all()
         self.accounts = self.accounts.after(entry.answers, item.head.epoch, self.config.max_staleness)
@@ -905,10 +856,10 @@ class SyncCore:
             self._held[answer.digest] = item.head.epoch
         if in_time:
             self._beliefs.committed(entry, self._now, self._believed_seconds)
-            if self._in_time:
-                self._epochs.append(self._now - self._slot_began)
+            if self._slot.in_time:
+                self._epochs.append(self._now - self._slot.began)
         self._take(item)
-        self._in_time = in_time
+        self._slot.in_time = in_time
         self._do(Apply(item, tuple((each.number, each.cells) for each in settled)))
         if self.phase is not Phase.CATCHING_UP:
             self._settle_in()
@@ -932,7 +883,7 @@ class SyncCore:
             return
         if self.phase is not Phase.COLLECTING:
             self._move(Phase.COLLECTING)
-        if self._lead is None:
+        if self._slot.lead is None:
             self._stand_if_first()
 
     def _head_record(self) -> HeadRecord:
@@ -946,9 +897,9 @@ class SyncCore:
     # --- the end of a phase ---
 
     def _phase_is_over(self) -> None:
-        if self.phase is Phase.EXCHANGING and self._round is not None:
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
             self._clock.until = None
-            self._do(EndExchange(self._round.fingerprint))  # the process answers with what is there
+            self._do(EndExchange(self._slot.round.fingerprint))  # the process answers with what is there
         elif self.phase is Phase.VOTING:
             self._vote_time.failed()
             self._fail_round("no certificate came in time")
@@ -959,21 +910,16 @@ class SyncCore:
         """The round is over for this peer; what was in flight is pending again. Its entry may still be committed."""
         self._do(Tell(Topic.ROUND_FAILED, why))
         self._give_up_round()
-        self._pause()
-        self._rounds_failed += 1
-        if self._rounds_failed >= ROUNDS_IN_VAIN and (self._lead is None or self._lead.proposal is None):
+        self._slot.pause(self._now, self.config.heartbeat)
+        self._slot.rounds_failed += 1
+        if self._slot.rounds_failed >= ROUNDS_IN_VAIN and (self._slot.lead is None or self._slot.lead.proposal is None):
             self._next_turn()
 
-    def _pause(self) -> None:
-        """Before the next round of this slot: longer each time."""
-        self._failures += 1
-        self._pause_until = self._now + self.config.heartbeat * min(LONGEST_PAUSE, 2 ** (self._failures - 1))
-
     def _give_up_round(self) -> None:
-        if self.phase is Phase.EXCHANGING and self._round is not None:
-            self._do(EndExchange(self._round.fingerprint))
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+            self._do(EndExchange(self._slot.round.fingerprint))
         self.ledger.return_all()
-        self._round = self._considered = None
+        self._slot.round = self._slot.considered = None
         self._move(Phase.COLLECTING)
 
     # --- catching up ---
@@ -1033,7 +979,7 @@ class SyncCore:
         if suffix.base.head.lineage == self._lineage():
             if not suffix.opens_at_once or self._may_join_branch(suffix):
                 self._catch_up(sender, suffix.items)
-        elif self._is_outdone(suffix):
+        elif self._fork(suffix).they_win:
             self._fetch_snapshot(sender)  # the switch is made in one step
 
     def _may_join_branch(self, suffix: Suffix) -> bool:
@@ -1043,36 +989,14 @@ class SyncCore:
         assert isinstance(opening, Opening)
         if self.me in opening.members:
             return True
-        if self._now - self._slot_began < self.config.alone_after - ALONE_SLACK or not self._is_plausible(suffix):
+        fork = self._fork(suffix)
+        if self._now - self._slot.began < self.config.alone_after - ALONE_SLACK or not fork.is_plausible:
             return False
-        enough = self.config.target_batch_size * self.config.cells
-        return self.phase is Phase.ISOLATED or self._believed(suffix.base, suffix.entries) >= enough
+        return self.phase is Phase.ISOLATED or fork.theirs >= self.config.target_batch_size * self.config.cells
 
-    def _since(self, base: LogItem) -> float:
-        """s since this peer came to `base`, about."""
+    def _fork(self, suffix: Suffix) -> Fork:
         assert self.log is not None
-        seconds = 0.0
-        for item in (base, *self.log.behind(base.head.lineage)):
-            if item.head.lineage in self._entered:
-                return seconds + self._now - self._entered[item.head.lineage]
-            seconds += self.epoch_seconds  # it was passed before this peer came
-        return seconds
-
-    def _believed(self, base: LogItem, entries: Iterable[Entry]) -> float:
-        """Sample-cells that a branch can have computed behind `base`."""
-        return self._beliefs.believed(entries, self._since(base) + self.epoch_seconds)
-
-    def _is_plausible(self, suffix: Suffix) -> bool:
-        return self._beliefs.is_plausible(suffix.entries, self._since(suffix.base), self.epoch_seconds)
-
-    def _is_outdone(self, suffix: Suffix) -> bool:
-        """Whether the other branch wins: more believed samples since the fork; of equals the smaller lineage."""
-        assert self.log is not None
-        base = suffix.base
-        ours = self._believed(base, entries_of(self.log.behind(base.head.lineage)))
-        theirs = self._believed(base, suffix.entries)
-        wins = theirs > ours or (theirs == ours and suffix.head.lineage < self._lineage())
-        return wins and self._is_plausible(suffix)
+        return Fork(self.log, suffix, self._beliefs, self._entered, self.epoch_seconds, self._now)
 
     def _could_follow(self, head: Head) -> bool:
         """Whether a head that has nothing in common with our log could be the one to follow."""
@@ -1105,10 +1029,10 @@ class SyncCore:
 
     def _fetch_for_replay(self, missing: frozenset[bytes], entry: Entry) -> None:
         if self.phase is not Phase.CATCHING_UP:
-            if self.phase is Phase.EXCHANGING and self._round is not None:
-                self._do(EndExchange(self._round.fingerprint))
+            if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+                self._do(EndExchange(self._slot.round.fingerprint))
             self.ledger.return_all()
-            self._round = self._considered = None
+            self._slot.round = self._slot.considered = None
             self._move(Phase.CATCHING_UP, self.config.fetch_patience)
         for item in self._replay[1:]:
             if isinstance(item.step, Entry):
@@ -1133,10 +1057,10 @@ class SyncCore:
                 self._set_timer(Timer.PHASE, self._clock.until)
             self._replay_on()
             return
-        considered = self._considered
+        considered = self._slot.considered
         if considered is not None and not self._missing(considered.entry):
             self._accept(considered)
-        lead = self._lead
+        lead = self._slot.lead
         if lead is not None:
             lead.fetching_since = None
             self._try_to_lead()
@@ -1197,7 +1121,7 @@ class SyncCore:
         place = [item.head.lineage for item in snapshot.items].index(common)
         if place == len(snapshot.items) - 1:
             return False  # it is behind us
-        return self._is_outdone(Suffix(self.log.item(common), snapshot.items[place + 1 :]))
+        return self._fork(Suffix(self.log.item(common), snapshot.items[place + 1 :])).they_win
 
     def _adopt(self, snapshot: Snapshot, common: Head | None) -> None:
         """Stand where the snapshot stands, in one write.
@@ -1205,8 +1129,8 @@ class SyncCore:
         :param common: where our log and the snapshot's parted; None: unknown
         """
         same_slot = self.log is not None and snapshot.head.lineage == self._lineage()
-        if self.phase is Phase.EXCHANGING and self._round is not None:
-            self._do(EndExchange(self._round.fingerprint))
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+            self._do(EndExchange(self._slot.round.fingerprint))
         self.ledger.return_all()
         if self.log is not None:
             cause = Cause.LOST_BRANCH if self._head().order == snapshot.head.order else Cause.ROLLBACK
@@ -1229,24 +1153,14 @@ class SyncCore:
         self._damaged = False
         self._replay, self._source = (), None
         self._quorum_at = self._now
-        self._enter_slot(self._acceptor.record if same_slot else None)
+        self._enter_slot(self._slot.acceptor.record if same_slot else None)
         self._settle_in()
 
     def _on_sketches(self, sender: str, body: Sketches) -> None:
         assert self.log is not None
         recent = {item.head.lineage for item in self.log.items[-3:]}
-        if body.slot in recent and self.me.peer in self._outliers(body):
+        if body.slot in recent and self.me.peer in outliers(body.votes, self.config.sketch_tolerance):
             self._is_damaged()
-
-    def _outliers(self, body: Sketches) -> set[str]:
-        """Voters whose sketch is outside the tolerance of what most of them have."""
-        told = {peer: vote.sketch for peer, vote in body.votes if vote.sketch is not None}
-        tolerance = self.config.sketch_tolerance
-        near = {peer: sum(abs(mine - other) <= tolerance for other in told.values()) for peer, mine in told.items()}
-        middle = max(sorted(told), key=lambda peer: near[peer], default=None)
-        if middle is None or 2 * near[middle] <= len(told):
-            return set()
-        return {peer for peer, mine in told.items() if abs(mine - told[middle]) > tolerance}
 
     def _is_damaged(self) -> None:
         """This peer's parameters are not the swarm's: it takes a snapshot, and no step or vote before."""
@@ -1268,7 +1182,7 @@ class SyncCore:
                 self._send(peer, self._report())
         if alone < self.config.alone_after:
             return
-        attempt = self._opening
+        attempt = self._slot.opening
         if attempt is not None and self._now - attempt.asked < self.config.isolated_after:
             return
         lonely = self.config.alone_after - ALONE_SLACK
@@ -1284,7 +1198,7 @@ class SyncCore:
         number = last.attempt + 1 if last is not None and last.parent == self._lineage() else 0
         head = self._head()
         opening = Opening(head.generation, head.sequence, head.epoch, head.lineage, number, members)
-        self._opening = OpeningAttempt(opening, self._now, {self.me.peer})
+        self._slot.opening = OpeningAttempt(opening, self._now, {self.me.peer})
         self._sign(opening)
         for each in members:
             if each.peer != self.me.peer:
@@ -1310,13 +1224,13 @@ class SyncCore:
         self._send(sender, SignOpening(opening.lineage))
 
     def _on_sign_opening(self, sender: str, body: SignOpening) -> None:
-        attempt = self._opening
+        attempt = self._slot.opening
         if attempt is not None and body.opening == attempt.opening.lineage:
             attempt.signers.add(sender)
             self._open_if_signed()
 
     def _open_if_signed(self) -> None:
-        attempt = self._opening
+        attempt = self._slot.opening
         if attempt is None or not attempt.is_whole:
             return
         item = self._last().after_opening(attempt.opening, frozenset(attempt.signers))
@@ -1330,8 +1244,8 @@ class SyncCore:
 
     def _open(self, item: LogItem) -> None:
         """Go on behind an opening: same parameters, another lineage."""
-        if self.phase is Phase.EXCHANGING and self._round is not None:
-            self._do(EndExchange(self._round.fingerprint))
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+            self._do(EndExchange(self._slot.round.fingerprint))
         self.ledger.return_all()
         self._take(item)
         self._do(Apply(item, ()))
@@ -1348,8 +1262,8 @@ class SyncCore:
     def _roll_back(self, order: RollbackOrder) -> None:
         """The monitor's order opens a generation: what was computed on the undone epochs expires."""
         assert self.log is not None
-        if self.phase is Phase.EXCHANGING and self._round is not None:
-            self._do(EndExchange(self._round.fingerprint))
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+            self._do(EndExchange(self._slot.round.fingerprint))
         self._replay, self._source = (), None
         self.ledger.return_all()
         kept = order.parent in self.log
@@ -1377,7 +1291,7 @@ class SyncCore:
         self.ledger.return_all()
         self.ledger.expire_born(None, -1, Cause.LEFT)
         if self.log is not None:
-            record = self._acceptor.record
+            record = self._slot.acceptor.record
             goodbye = Goodbye(self.me.peer, self._lineage(), record.accepted, record.accepted_at)
             self._persist(goodbye, self.ledger.record())
             for peer in sorted({*self._in_touch(), *self._membership().view} - {self.me.peer}):
@@ -1477,7 +1391,7 @@ class SyncCore:
         return [peer for peer in self._contacts.at(self._lineage(), self._now) if peer not in self._goodbyes]
 
     def _hears_quorum(self) -> bool:
-        refusals = self._lead.refusals if self._lead is not None else set()
+        refusals = self._slot.lead.refusals if self._slot.lead is not None else set()
         hears = set(self._at_head()) - refusals
         return is_quorum(self._electorate(), hears | {self.me.peer}, self._left())
 
@@ -1496,7 +1410,7 @@ class SyncCore:
 
     def _jitter(self) -> float:
         """s; peers do not count further at the same moment."""
-        return (self._acceptor.record.slot[0] ^ sum(self.me.peer.encode()) & 0xFF) / 512
+        return (self._slot.acceptor.record.slot[0] ^ sum(self.me.peer.encode()) & 0xFF) / 512
 
     def _allow_computing(self) -> None:
         on = self.phase in COMPUTING and not self._damaged and not self._leaving
