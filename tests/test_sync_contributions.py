@@ -192,5 +192,8 @@ def test_an_account_earns_what_its_devices_can_compute():
     assert beliefs.why_refused(entry, 100.0, epoch_seconds=10.0) is None
     beliefs.committed(entry, 100.0, epoch_seconds=10.0)
     assert beliefs.limit("account", now=110.0, epoch_seconds=10.0, slack=1.0) == pytest.approx(5 * 20)
+    beliefs.committed(entry, 110.0, epoch_seconds=10.0)
     assert beliefs.limit("account", now=900.0, epoch_seconds=10.0, slack=2.0) == pytest.approx(2 * 5 * 50)
-    assert beliefs.why_refused(entry, 100.0, epoch_seconds=8.0) == "account brings 200 samples, 0 are believed"
+    beliefs.committed(entry, 900.0, epoch_seconds=10.0)
+    beliefs.committed(entry, 900.0, epoch_seconds=10.0)
+    assert beliefs.why_refused(entry, 901.0, epoch_seconds=10.0) == "account brings 200 samples, 20 are believed"

@@ -33,18 +33,23 @@ def make_answer(fingerprint: bytes, cells: int, reducer: str, shares: Iterable[S
 class Exchange:
     """One round's traffic."""
 
-    __slots__ = ("round", "members", "lives", "actions", "parts", "reduced", "reducers", "arrivals", "ended")
+    __slots__ = ("round", "members", "lives", "actions", "parts", "reduced", "arrivals", "ended", "silent")
 
     def __init__(self, round: Round):
         self.round = round
         self.members = [member.peer for member in round.group]
-        self.reducers = len({reducer for reducer, _ in round.slices})
         self.lives: dict[str, int] = {}  # member -> its process's life when it started
         self.actions: dict[str, StartExchange] = {}
         self.parts: dict[tuple[str, str], float] = {}  # (sender, reducer) -> s of arrival
         self.reduced: set[str] = set()
         self.arrivals: dict[str, dict[str, tuple[float, tuple[Answer, ...]]]] = {}  # member -> reducer -> answers
         self.ended: set[str] = set()
+        self.silent: dict[str, frozenset[str]] = {}  # member -> those for whom it does not wait
+
+    def is_whole(self, member: str) -> bool:
+        """Whether all the answers are on their way to a member for which it waits."""
+        silent = self.silent.get(member, frozenset())
+        return all(reducer in self.arrivals.get(member, ()) or reducer in silent for reducer, _ in self.round.slices)
 
 
 class Exchanges:
@@ -98,7 +103,7 @@ class Exchanges:
                 mine |= cells
         if mine:
             sim.clock.at(now + REDUCERS_WAIT * round.exchange_seconds, self._reduce, exchange, process, process.life)
-        if len(exchange.arrivals.get(name, ())) == exchange.reducers:
+        if exchange.is_whole(name):
             self._last(exchange, name)
         for reducer, _ in round.slices:
             if reducer in exchange.lives and reducer not in exchange.reduced:
@@ -106,7 +111,8 @@ class Exchanges:
 
     def _maybe_early(self, exchange: Exchange, reducer: str) -> None:
         """If all parts for this reducer are on their way, it is done when the last of them arrives."""
-        arrivals = [exchange.parts.get((member, reducer)) for member in exchange.members]
+        silent = exchange.silent.get(reducer, frozenset())
+        arrivals = [exchange.parts.get((member, reducer)) for member in exchange.members if member not in silent]
         if None not in arrivals:
             process = self._sim.processes[reducer]
             last = max(each for each in arrivals if each is not None)
@@ -142,11 +148,13 @@ class Exchanges:
                 sent += network.seconds(name, size)
                 arrives = now + sent + network.latency(name, member)
             exchange.arrivals.setdefault(member, {})[name] = (arrives, given)
-            if len(exchange.arrivals[member]) == exchange.reducers and member in exchange.lives:
+            if exchange.is_whole(member) and member in exchange.lives:
                 self._last(exchange, member)
 
     def _last(self, exchange: Exchange, member: str) -> None:
-        last = max(arrives for arrives, _ in exchange.arrivals[member].values())
+        arrivals = exchange.arrivals.get(member, {}).values()
+        last = max((arrives for arrives, _ in arrivals), default=self._sim.clock.now)
+        last = max(last, self._sim.clock.now)
         self._sim.clock.at(last, self._all_here, exchange, self._sim.processes[member], exchange.lives[member])
 
     def _answer(self, exchange: Exchange, reducer: str, here: list[str]) -> Answer:
@@ -164,8 +172,22 @@ class Exchanges:
         return make_answer(exchange.round.fingerprint, cells, reducer, taken)
 
     def _all_here(self, exchange: Exchange, process: Process, life: int) -> None:
-        if process.life == life and len(exchange.arrivals[process.name]) == exchange.reducers:
+        if process.life == life and exchange.is_whole(process.name):
             self._end(exchange, process)
+
+    def without(self, process: Process, fingerprint: bytes, silent: tuple[str, ...]) -> None:
+        """A core does not wait for these members."""
+        exchange, name = self._all.get(fingerprint), process.name
+        if exchange is None or exchange.lives.get(name) != process.life:
+            return
+        before = exchange.silent.get(name, frozenset())
+        exchange.silent[name] = before | frozenset(silent)
+        if exchange.silent[name] == before:
+            return
+        if name in dict(exchange.round.slices) and name not in exchange.reduced:
+            self._maybe_early(exchange, name)
+        if exchange.is_whole(name):
+            self._last(exchange, name)
 
     def end(self, process: Process, fingerprint: bytes) -> None:
         """A core ends its exchange with what is here."""

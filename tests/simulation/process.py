@@ -22,6 +22,7 @@ from volunteer_kit.swarm.sync.messages import (
     Durable,
     EndExchange,
     Event,
+    ExchangeWithout,
     FetchAnswers,
     FetchSnapshot,
     HeadRecord,
@@ -154,6 +155,7 @@ class Process:
             SetTimer: self._set_timer,
             StartExchange: self._start_exchange,
             EndExchange: self._end_exchange,
+            ExchangeWithout: self._exchange_without,
             FetchAnswers: self._fetch_answers,
             FetchSnapshot: self._fetch_snapshot,
             Apply: self._apply,
@@ -501,6 +503,9 @@ class Process:
         self.sim.exchanges.start(self, action)
         self.phase_since = self.sim.clock.now  # it may come from one round into the next within one event
         self._dirty = True
+
+    def _exchange_without(self, action: ExchangeWithout) -> None:
+        self.sim.exchanges.without(self, action.fingerprint, action.silent)
 
     def _end_exchange(self, action: EndExchange) -> None:
         self.sim.exchanges.end(self, action.fingerprint)

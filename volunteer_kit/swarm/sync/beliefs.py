@@ -7,7 +7,7 @@ sender sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from statistics import median
 from typing import Final
 
@@ -31,7 +31,7 @@ class Beliefs:
         self._most_epochs = most_epochs
         self._cells = cells
         self._speeds: dict[str, tuple[str, float]] = {}  # peer -> account, samples/s
-        self._spent: dict[str, tuple[float, float]] = {}  # account -> s that are not earned again yet, and when
+        self._saved_at: dict[str, tuple[float, float]] = {}  # account -> s that it had saved up, and when
 
     def saw(self, member: Member, speed: float) -> None:
         """A record says that this peer's device does `speed` samples per second; others have checked it."""
@@ -42,26 +42,30 @@ class Beliefs:
 
         :param epoch_seconds: how long an epoch takes, at least as long as this one has lasted
         """
-        spent, at = self._spent.get(account, (0.0, now))
-        owed = max(0.0, spent - (now - at))
-        return slack * self._speed(account) * max(0.0, self._most_epochs * epoch_seconds - owed)
+        return slack * self._speed(account) * self._saved(account, now, epoch_seconds)
 
     def why_refused(self, entry: Entry, now: float, epoch_seconds: float) -> str | None:
         """Why the weights of an entry are not believed; None: they are."""
-        for account, samples in sorted(self._brought(entry).items()):
+        for account, cells in sorted(self._cells_of_accounts([entry]).items()):
             limit = self.limit(account, now, epoch_seconds, VOTER_SLACK)
-            if samples > limit:
-                return f"{account} brings {samples:.0f} samples, {limit:.0f} are believed"
+            if cells > limit * self._cells:
+                return f"{account} brings {cells / self._cells:.0f} samples, {limit:.0f} are believed"
         return None
 
     def committed(self, entry: Entry, now: float, epoch_seconds: float) -> None:
         """An entry was committed just now."""
-        most = self._most_epochs * epoch_seconds
-        for account, samples in self._brought(entry).items():
+        for account, cells in self._cells_of_accounts([entry]).items():
             speed = self._speed(account)
-            spent, at = self._spent.get(account, (0.0, now))
-            owed = max(0.0, spent - (now - at))
-            self._spent[account] = (min(most, owed + (samples / speed if speed > 0 else most)), now)
+            spent = cells / self._cells / speed if speed > 0 else float("inf")
+            self._saved_at[account] = (max(0.0, self._saved(account, now, epoch_seconds) - spent), now)
+
+    def _saved(self, account: str, now: float, epoch_seconds: float) -> float:
+        """s that an account has earned and not spent."""
+        most = self._most_epochs * epoch_seconds
+        if account not in self._saved_at:
+            return most
+        saved, at = self._saved_at[account]
+        return min(most, saved + now - at)
 
     def believed(self, entries: Iterable[Entry], seconds: float) -> float:
         """Sample-cells of these entries, of each account no more than it can compute in so many seconds."""
@@ -91,14 +95,3 @@ class Beliefs:
         """samples/s; of an account that no record names, what others do."""
         speeds = [speed for owner, speed in self._speeds.values() if owner == account]
         return sum(speeds) if speeds else median([speed for _, speed in self._speeds.values()] or [float("inf")])
-
-    @staticmethod
-    def _brought(entry: Entry) -> Mapping[str, float]:
-        """Samples of each account, by the largest of its cells."""
-        accounts = {member.peer: member.account for member in entry.group}
-        shares = {(share.peer, share.number): share.samples for answer in entry.answers for share in answer.shares}
-        brought: dict[str, float] = {}
-        for (peer, _), samples in shares.items():
-            account = accounts.get(peer, peer)
-            brought[account] = brought.get(account, 0.0) + samples
-        return brought

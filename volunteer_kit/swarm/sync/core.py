@@ -8,7 +8,7 @@ why each rule is there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, Final
 
@@ -63,6 +63,7 @@ from volunteer_kit.swarm.sync.messages import (
     EndExchange,
     Event,
     ExchangeEnded,
+    ExchangeWithout,
     FetchAnswers,
     FetchSnapshot,
     HeadRecord,
@@ -98,6 +99,7 @@ from volunteer_kit.swarm.sync.messages import (
     TimerFired,
     Topic,
     Vote,
+    Without,
 )
 from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
 from volunteer_kit.swarm.sync.slot import Slot
@@ -106,6 +108,7 @@ from volunteer_kit.swarm.sync.timing import Deadline, agreed
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
+LEARNED_FROM: Final = 2  # rounds; until then a dead member costs as long as the run allows
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
 
@@ -142,8 +145,8 @@ class SyncCore:
         self._beliefs = Beliefs(config.most_epochs, config.cells)
         self._goodbyes: dict[str, Goodbye] = {}
         self._goodbyes_ahead: dict[str, Goodbye] = {}  # of peers that were ahead of us
-        self._round_time = Deadline(config.exchange_ceiling, config.exchange_floor)
-        self._vote_time = Deadline(config.vote_ceiling, config.vote_floor)
+        self._round_time = Deadline(config.exchange_ceiling, config.exchange_floor, LEARNED_FROM)
+        self._vote_time = Deadline(config.vote_ceiling, config.vote_floor, LEARNED_FROM)
         self._epochs: deque[float] = deque(maxlen=HISTORY)  # s
         self._sketch: tuple[bytes, float] | None = None
         self._damaged = False
@@ -316,6 +319,8 @@ class SyncCore:
                     self._move(Phase.COLLECTING)
             for peer in self._audience():
                 self._send(peer, Lead(lead.ballot, quorum))
+            if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+                self._go_on_without_silent(self._slot.round)
             if lead.proposal is not None and self.phase is not Phase.VOTING:
                 self._send_proposal(lead)
             self._begin_if_ready()
@@ -363,6 +368,7 @@ class SyncCore:
             self.ledger.pending_samples,
             self._bandwidth,
             self._round_time.learnt,
+            self._vote_time.learnt,
             self._now - self._quorum_at,
         )
 
@@ -573,10 +579,8 @@ class SyncCore:
         if self._now < self._slot.pause_until:
             return
         group: list[tuple[Member, int, float]] = [(self.me, self.ledger.pending_samples, self._bandwidth)]
-        learnt = [self._round_time.learnt]
-        for member, report in self._reporting():
-            group.append((member, report.samples, report.bandwidth))
-            learnt.append(report.round_seconds)
+        reports = self._reporting()
+        group += [(member, report.samples, report.bandwidth) for member, report in reports]
         peers = {member.peer for member, _, _ in group}
         if not is_quorum(self._electorate(), peers, self._left()):
             return
@@ -584,16 +588,41 @@ class SyncCore:
         late = self._now - self._slot.began >= self.config.epoch_deadline
         if samples == 0 or (samples < self.config.target_batch_size and not late) or self._waits_for_stragglers(lead):
             return
-        exchange = agreed(learnt, self.config.exchange_floor, self.config.exchange_ceiling)
+        exchange, vote = self._deadlines([report for _, report in reports])
         lead.attempts = max(lead.attempts, len(self.ledger.rounds(self._lineage()))) + 1
         lead.held = {}
         plan = leading.make_round(
-            self._lineage(), lead.ballot, lead.attempts, group, self.config.cells, exchange, self._vote_time.seconds
+            self._lineage(), lead.ballot, lead.attempts, group, self.config.cells, exchange, vote
         )
         for member in plan.group:
             if member.peer != self.me.peer:
                 self._send(member.peer, Begin(plan))
         self._enter_round(plan)
+
+    def _deadlines(self, reports: Sequence[Report]) -> tuple[float, float]:
+        """s for a round's exchange and for its votes: what most members have learned."""
+        config = self.config
+        exchange = [self._round_time.learnt, *(report.round_seconds for report in reports)]
+        vote = [self._vote_time.learnt, *(report.vote_seconds for report in reports)]
+        return (
+            agreed(exchange, config.exchange_floor, config.exchange_ceiling),
+            agreed(vote, config.vote_floor, config.vote_ceiling),
+        )
+
+    def _go_on_without_silent(self, plan: Round) -> None:
+        """The leader hears everybody: it tells the others whom nobody has to wait for."""
+        here = {*self._in_touch(), self.me.peer}
+        silent = tuple(member.peer for member in plan.group if member.peer not in here)
+        if silent:
+            for member in plan.group:
+                if member.peer in here and member.peer != self.me.peer:
+                    self._send(member.peer, Without(plan.fingerprint, silent))
+            self._do(ExchangeWithout(plan.fingerprint, silent))
+
+    def _on_without(self, sender: str, body: Without) -> None:
+        plan = self._slot.round
+        if plan is not None and plan.fingerprint == body.fingerprint and plan.ballot.leader == sender:
+            self._do(ExchangeWithout(body.fingerprint, body.silent))
 
     def _reporting(self) -> list[tuple[Member, Report]]:
         """Members of a round that could begin now, beside this peer."""
@@ -1461,6 +1490,7 @@ class SyncCore:
         Refuse: _on_refuse,
         Promise: _on_promise,
         Begin: _on_begin,
+        Without: _on_without,
         Held: _on_held,
         Propose: _on_propose,
         Vote: _on_vote,

@@ -36,6 +36,7 @@ class Report:
     samples: int  # pending
     bandwidth: float  # Mbit/s up; 0: reduces nothing
     round_seconds: float | None  # learned: from a round's beginning to its last answer
+    vote_seconds: float | None  # learned: from there to the certificate
     alone_for: float  # s without a quorum in touch
 
 
@@ -89,6 +90,14 @@ class Begin:
     """Parts may travel."""
 
     round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """These members fell silent during the exchange: nobody waits for their parts or answers."""
+
+    fingerprint: bytes
+    silent: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +188,7 @@ Body = (
     | Promise
     | Refuse
     | Begin
+    | Without
     | Held
     | Propose
     | Vote
@@ -419,6 +429,14 @@ class EndExchange:
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeWithout:
+    """Do not wait for these members: the exchange ends when everything else is here."""
+
+    fingerprint: bytes
+    silent: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FetchAnswers:
     """Get the bytes of these answers from any of the sources."""
 
@@ -490,6 +508,7 @@ Action = (
     | SetTimer
     | StartExchange
     | EndExchange
+    | ExchangeWithout
     | FetchAnswers
     | FetchSnapshot
     | Apply

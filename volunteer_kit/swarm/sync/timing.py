@@ -42,10 +42,12 @@ class Deadline:
 
     :param ceiling: s, the run's own timeout: what counts until enough is known, and never exceeded
     :param floor: s; None: a FLOOR_SHARE of the ceiling, LEAST_SECONDS at least
+    :param least: durations that it takes before they count for anything
     """
 
-    def __init__(self, ceiling: float, floor: float | None = None):
+    def __init__(self, ceiling: float, floor: float | None = None, least: int = LEAST):
         self.ceiling = ceiling
+        self._least = least
         self.floor = min(ceiling, max(FLOOR_SHARE * ceiling, LEAST_SECONDS) if floor is None else floor)
         self._durations: deque[float] = deque(maxlen=KEPT)
         self._wider = 1.0
@@ -56,14 +58,14 @@ class Deadline:
 
     def failed(self, share: float = 1.0) -> None:
         """:param share: of the members, for whom there was not enough time; a few may be dead, most are not"""
-        if len(self._durations) >= LEAST:  # before, it is the ceiling already
+        if len(self._durations) >= self._least:  # before, it is the ceiling already
             most = self.ceiling / max(self.floor, usual_limit(self._durations))
             self._wider = max(1.0, min(self._wider * (WIDER if share > 0.5 else WIDER_BY_FEW), most))
 
     @property
     def learnt(self) -> float | None:
         """s, as we have seen it; None: not enough yet."""
-        if len(self._durations) < LEAST:
+        if len(self._durations) < self._least:
             return None
         return min(self.ceiling, self._wider * max(self.floor, usual_limit(self._durations)))
 
