@@ -289,6 +289,11 @@ class Invariants:
             electorate = sorted(branch.parent.electorate)
             raise self.violated("I2", peer, f"{sorted(for_it)} are no quorum of {electorate} without {sorted(left)}")
         branch.certificates.add(key)
+        for voter in sorted(certificate.voters):
+            if self._votes.setdefault((voter, entry.parent), {}).setdefault(certificate.ballot, entry.lineage) != (
+                entry.lineage
+            ):
+                self._contradicts(voter, f"is in two certificates at {certificate.ballot}")
 
     # --- I4 ---
 

@@ -99,10 +99,10 @@ def broad(seed: int) -> Schedule:
         peers = [peer._replace(uplink=1.0) for peer in peers]
         size /= 4
     names = [peer.member.peer for peer in peers]
-    quiet_from = rng.uniform(50, 100)
+    quiet_from = rng.uniform(60, 150)
     faults = [Fault(rng.uniform(3, quiet_from / 2), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
     weights = [weight * rng.choice((0, 1, 1, 4)) for _, weight in FAULTS]  # each seed has its own illness
-    for _ in range(rng.randint(4, 20)):
+    for _ in range(rng.randint(4, 30)):
         faults.append(_one_fault(rng, names, weights, rng.uniform(2, quiet_from - 1), quiet_from))
     if rng.random() < 0.2:
         at = rng.uniform(10, quiet_from - 8)
@@ -156,16 +156,19 @@ def nasty(seed: int) -> Schedule:
     public = max(1, founders - rng.choice((0, 0, 0, 1, 2)))
     peers, target = _peers(rng, founders + newcomers, public, founders, rng.uniform(1, 4))
     names = [peer.member.peer for peer in peers]
-    quiet_from = rng.uniform(50, 130)
+    quiet_from = rng.uniform(60, 200)
     faults = [Fault(rng.uniform(1, 20), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
     faults.append(Fault(1.0, "trouble", (), quiet_from - 1.0, amount=rng.uniform(0.03, 0.4), what="deciding"))
-    for _ in range(rng.randint(0, 12)):
+    for _ in range(rng.randint(0, 20)):
         at = rng.uniform(2, quiet_from - 1)
         one = rng.choice(names)
-        kind = rng.choices(("upon", "actions", "pause", "cut", "leave"), (4, 3, 1, 2, 1))[0]
+        kind = rng.choices(("upon", "actions", "pause", "pause upon", "cut", "leave"), (5, 3, 1, 4, 2, 0.7))[0]
         seconds = min(rng.uniform(1, 10), quiet_from - at)
         if kind == "upon":
             faults.append(Fault(at, "crash", (one,), what=_upon(rng)))
+        elif kind == "pause upon":
+            upon = rng.choice(("propose", "propose", "promise", "vote"))
+            faults.append(Fault(at, "pause", (one,), seconds, what=upon))
         elif kind == "actions":
             faults.append(Fault(at, "crash", (one,), amount=rng.randint(1, 12)))
         elif kind == "cut":
@@ -192,7 +195,7 @@ def liar(seed: int) -> Schedule:
     if rng.random() < 0.15:
         lying = [rng.choice(peers).member.peer]
     faults: list[Fault] = []
-    quiet_from = rng.uniform(40, 80)
+    quiet_from = rng.uniform(40, 110)
     if rng.random() < 0.4:  # higher ballots, where a liar can ignore or hide what was accepted
         faults.append(
             Fault(2.0, "trouble", (), quiet_from - 2.0, amount=rng.uniform(0.02, 0.2), what="deciding")

@@ -50,6 +50,7 @@ class Network:
     ):
         self.lines: dict[str, Line] = {}
         self.slowed: dict[str, float] = {}  # a peer's line is slower by this factor
+        self.stalled: dict[str, float] = {}  # nothing leaves a peer before this time, s
         self.trouble = CALM
         self.sent = 0
         self._clock = clock
@@ -123,6 +124,8 @@ class Network:
             self._open.add((sender, to))
         self.sent += 1
         delay = self.latency(sender, to)
+        if sender in self.stalled:
+            delay += max(0.0, self.stalled[sender] - self._clock.now)
         if (sender, to) in self._cuts:
             if self._random() < 0.5:
                 return

@@ -133,6 +133,7 @@ class Process:
         self._started = 0.0  # s
         self.crash_after: int | None = None  # actions
         self.crash_upon: str | None = None  # vote, promise or propose, when it is said
+        self.pause_upon: tuple[str, float] | None = None  # the same, and for how many seconds
         self.phase: Phase | None = None
         self.phase_since = 0.0  # s of true time
         self.banned: set[str] = set()
@@ -200,7 +201,7 @@ class Process:
         self._started = sim.clock.now
         self.leaving_since = None
         self.up, self.paused = True, False
-        self.crash_after = self.crash_upon = None
+        self.crash_after = self.crash_upon = self.pause_upon = None
         self.phase = None
         self.held = set(disk.held)
         self.received = {}
@@ -261,6 +262,13 @@ class Process:
     def pause(self) -> None:
         """Nothing runs, and messages wait."""
         self.paused = True
+
+    def _pause_here(self, seconds: float) -> None:
+        """Pause amid the actions: what is sent from here on leaves when it runs again."""
+        self.pause_upon = None
+        self.sim.network.stalled[self.name] = self.sim.clock.now + seconds
+        self.pause()
+        self.sim.clock.after(seconds, self.resume)
 
     def resume(self) -> None:
         """Everything that waited comes at once."""
@@ -490,6 +498,8 @@ class Process:
                 self.crash()
                 return
             self.crash_after = 0
+        if self.pause_upon is not None and type(message.body) is SIDES[self.pause_upon[0]]:
+            self._pause_here(self.pause_upon[1])
         new = sim.signatures.sign(self.name, message)
         if new:
             sim.invariants.said(self, new)

@@ -129,7 +129,7 @@ class Simulation:
     def crashed(self, process: Process) -> None:
         """A process died; it comes back after a while."""
         self.liveness.disturbed()
-        pause = 0.2 + 9.8 * self.random.random() ** 2
+        pause = 0.2 + 9.8 * self.random.random() ** (2 if self.schedule.mode == "broad" else 4)
         self._down[process.name] = process.life
         self.clock.after(pause, self._restart, process, process.life)
 
@@ -245,7 +245,9 @@ class Simulation:
 
     def _do_pause(self, fault: Fault) -> None:
         for process in self._named(fault):
-            if process.up:
+            if process.up and fault.what:
+                process.pause_upon = (fault.what, fault.seconds)
+            elif process.up:
                 process.pause()
                 self.clock.after(fault.seconds, process.resume)
 
@@ -382,7 +384,7 @@ class Simulation:
         self.network.trouble = CALM
         self._troubles.clear()
         for process in list(self.processes.values()):
-            process.crash_after = process.crash_upon = None
+            process.crash_after = process.crash_upon = process.pause_upon = None
             if process.paused:
                 process.resume()
             if process.liar is not None:
