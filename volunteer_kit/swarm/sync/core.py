@@ -105,6 +105,7 @@ from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
 from volunteer_kit.swarm.sync.slot import Slot
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
+STUCK: Final = 3  # times as long as `alone_after`: a quorum in touch that commits nothing opens a branch
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
@@ -300,15 +301,20 @@ class SyncCore:
             self._tick_as_leader(lead)
         else:
             self._report_to_leader()
-        if self._slot.lead is None and self._now - self._slot.heard > self.config.leader_timeout + self._jitter():
-            if self.phase in (Phase.COLLECTING, Phase.ISOLATED):
-                self._next_turn()
+        if self._slot.lead is None and self._now - self._slot.heard > self._leader_patience() + self._jitter():
+            self._give_up_round()
+            self._next_turn()
         self._greet_somebody()
         alone = self._now - self._quorum_at
         if self.phase is Phase.COLLECTING and alone > self.config.isolated_after:
             self._move(Phase.ISOLATED)
         if self.phase is Phase.ISOLATED:
-            self._tick_alone(alone)
+            self._tick_alone()
+
+    def _leader_patience(self) -> float:
+        """s without a word of the leader; a round that runs is given up later than one that has not begun."""
+        in_round = self.phase in (Phase.EXCHANGING, Phase.VOTING)
+        return self.config.suspect_after if in_round else self.config.leader_timeout
 
     def _tick_as_leader(self, lead: Leadership) -> None:
         if lead.active:
@@ -560,6 +566,7 @@ class SyncCore:
         lead.promises[self.me.peer] = self._slot.acceptor.answer(lead.ballot)
         self._persist(self._slot.acceptor.promise(lead.ballot))  # to itself last
         lead.active = True
+        self._give_up_round()  # of a lower ballot
         self._slot.heard = self._now
         for peer in self._audience():
             self._send(peer, Lead(lead.ballot, True))
@@ -652,8 +659,7 @@ class SyncCore:
             return
         self._slot.follow(plan.ballot, self._now)
         self._slot.heard = self._now
-        if self.phase in (Phase.EXCHANGING, Phase.VOTING):
-            self._give_up_round()
+        self._give_up_round()
         self._enter_round(plan)
 
     def _enter_round(self, plan: Round) -> None:
@@ -681,12 +687,11 @@ class SyncCore:
         else:
             self._round_time.failed(1 - len(event.answers) / len(plan.slices))
         lead = self._slot.lead
+        self._move(Phase.VOTING, self.config.gather + plan.vote_seconds)
         if lead is not None and lead.ballot == plan.ballot:
-            self._move(Phase.VOTING, self.config.gather + plan.vote_seconds)
             lead.held[self.me.peer] = event.answers
             self._propose_if_ready(lead)
-        else:
-            self._move(Phase.VOTING, self.config.gather + plan.vote_seconds)
+        elif plan.ballot.leader != self.me.peer:
             self._send(plan.ballot.leader, Held(plan.fingerprint, event.answers))
 
     def _on_held(self, sender: str, body: Held) -> None:
@@ -791,8 +796,7 @@ class SyncCore:
         self._slot.considered = body
         missing = self._missing(body.entry)
         if missing:
-            group = tuple(member.peer for member in body.entry.group if member.peer not in (sender, self.me.peer))
-            self._do(FetchAnswers(missing, (sender, *group)))
+            self._do(FetchAnswers(missing, self._spread({sender, *(member.peer for member in body.entry.group)})))
         else:
             self._accept(body)
 
@@ -823,8 +827,7 @@ class SyncCore:
         self._slot.refused.add(ballot)
         self._slot.pause(self._now, self.config.heartbeat)
         self._do(Tell(Topic.REFUSED, f"{ballot.leader}: {why}"))
-        if self.phase in (Phase.EXCHANGING, Phase.VOTING):
-            self._give_up_round()
+        self._give_up_round()
         self._next_turn()
 
     def _on_vote(self, sender: str, body: Vote) -> None:
@@ -945,11 +948,16 @@ class SyncCore:
             self._next_turn()
 
     def _give_up_round(self) -> None:
+        """If one runs: what was in flight is pending again."""
+        if self.phase in (Phase.EXCHANGING, Phase.VOTING):
+            self._stop_round()
+            self._move(Phase.COLLECTING)
+
+    def _stop_round(self) -> None:
         if self.phase is Phase.EXCHANGING and self._slot.round is not None:
             self._do(EndExchange(self._slot.round.fingerprint))
         self.ledger.return_all()
         self._slot.round = self._slot.considered = None
-        self._move(Phase.COLLECTING)
 
     # --- catching up ---
 
@@ -1058,17 +1066,21 @@ class SyncCore:
 
     def _fetch_for_replay(self, missing: frozenset[bytes], entry: Entry) -> None:
         if self.phase is not Phase.CATCHING_UP:
-            if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-                self._do(EndExchange(self._slot.round.fingerprint))
-            self.ledger.return_all()
-            self._slot.round = self._slot.considered = None
-            self._move(Phase.CATCHING_UP, self.config.fetch_patience)
+            self._stop_round()
+            self._move(Phase.CATCHING_UP, self._fetch_patience())
         for item in self._replay[1:]:
             if isinstance(item.step, Entry):
                 missing |= self._missing(item.step)
-        source = (self._source,) if self._source is not None else ()
-        others = tuple(member.peer for member in entry.group if member.peer not in (self.me.peer, self._source))
-        self._do(FetchAnswers(missing, (*source, *others)))
+        sources = {member.peer for member in entry.group} | ({self._source} if self._source is not None else set())
+        self._do(FetchAnswers(missing, self._spread(sources)))
+
+    def _spread(self, sources: set[str]) -> tuple[str, ...]:
+        """The sources in an order of this peer's own, so that not all ask the same one."""
+        return leader_order(self.me.peer.encode(), sources - {self.me.peer})
+
+    def _fetch_patience(self) -> float:
+        """s for answers: about as long as a round's exchange takes, with as much to carry for others."""
+        return max(self.config.fetch_patience, 2 * self._round_time.seconds)
 
     def _fetch_failed(self) -> None:
         """Nobody served the answers in time: a snapshot is needed, and meanwhile the round goes on without us."""
@@ -1082,7 +1094,7 @@ class SyncCore:
         self._hold(event.digests)
         if self._replay:
             if self.phase is Phase.CATCHING_UP:
-                self._clock.until = self._now + self.config.fetch_patience
+                self._clock.until = self._now + self._fetch_patience()
                 self._set_timer(Timer.PHASE, self._clock.until)
             self._replay_on()
             return
@@ -1205,11 +1217,20 @@ class SyncCore:
 
     # --- branches and rollbacks ---
 
-    def _tick_alone(self, alone: float) -> None:
+    def _is_alone(self, slack: float) -> bool:
+        """Whether no quorum has been in touch for `alone_after`. While one is, it elects a leader; only if that fails
+        for long, because its accepted proposal is lost, may it open a branch."""
+        in_touch = {*self._in_touch(), self.me.peer}
+        quorum = is_quorum(self._electorate(), in_touch, self._left())
+        somebody_public = self.me.public or bool(in_touch & set(self._contacts.public()))
+        patience = self.config.alone_after * (STUCK if quorum and somebody_public else 1)
+        return self._now - self._quorum_at >= patience - slack
+
+    def _tick_alone(self) -> None:
         for peer, contact in self._contacts:
             if contact.member.public or self.me.public:
                 self._send(peer, self._report())
-        if alone < self.config.alone_after:
+        if not self._is_alone(0.0):
             return
         attempt = self._slot.opening
         if attempt is not None and self._now - attempt.asked < self.config.isolated_after:
@@ -1219,10 +1240,6 @@ class SyncCore:
         members = opening_members(self._last(), company)
         if self.me not in members or opener(self._lineage(), members) != self.me.peer:
             return
-        reachable = {each.peer for each in members}
-        patience = self.config.alone_after * (2 if is_quorum(self._electorate(), reachable, self._left()) else 1)
-        if alone < patience:
-            return  # a quorum in touch elects a leader; only if its accepted proposal is lost does it not
         last = self._last_opening
         number = last.attempt + 1 if last is not None and last.parent == self._lineage() else 0
         head = self._head()
@@ -1240,8 +1257,7 @@ class SyncCore:
 
     def _on_ask_opening(self, sender: str, body: AskOpening) -> None:
         opening, last = body.opening, self._last_opening
-        alone = self._now - self._quorum_at >= self.config.alone_after - ALONE_SLACK
-        if opening.parent != self._lineage() or self.me not in opening.members or not alone:
+        if opening.parent != self._lineage() or self.me not in opening.members or not self._is_alone(ALONE_SLACK):
             return
         if opener(self._lineage(), opening.members) != sender:
             return

@@ -36,7 +36,7 @@ TRANSITIONS: Final[dict[Phase, frozenset[Phase]]] = {
     Phase.LEAVING: frozenset(),
 }
 
-COMPUTING: Final = frozenset({Phase.COLLECTING, Phase.EXCHANGING, Phase.VOTING, Phase.ISOLATED})
+COMPUTING: Final = frozenset(set(Phase) - {Phase.JOINING, Phase.LEAVING})
 
 
 class ForbiddenMove(Exception):
