@@ -118,7 +118,7 @@ def test_what_a_certificate_proves(voters, accepted, certified):
     goodbyes = ()
     if accepted is not None:
         kept = entry if accepted == "this" else replace(entry, missing=2)
-        goodbyes = (Goodbye("c", entry.parent, kept, Ballot(0, "a")),)
+        goodbyes = (Goodbye("c", entry.parent, Ballot(0, "a"), kept, Ballot(0, "a")),)
     certificate = Certificate(entry.lineage, Ballot(0, "a"), frozenset(voters), goodbyes)
     assert GENESIS.membership.certifies(certificate, entry) is certified
 
@@ -128,12 +128,19 @@ def test_who_left_with_nothing_accepted_does_not_count():
     entry = entry_behind(genesis, members("ab"))
     votes = Certificate(entry.lineage, Ballot(0, "a"), frozenset("bc"))
     assert not genesis.membership.certifies(votes, entry)
-    left = replace_goodbyes(votes, Goodbye("d", entry.parent))
-    assert genesis.membership.certifies(left, entry)
+    for promised, counts in ((Ballot(0, ""), True), (Ballot(0, "a"), True), (Ballot(1, "b"), False)):
+        left = votes._replace(goodbyes=(Goodbye("d", entry.parent, promised),))
+        assert genesis.membership.certifies(left, entry) is counts, "a promise above the ballot may have bound others"
 
 
-def replace_goodbyes(certificate: Certificate, *goodbyes: Goodbye) -> Certificate:
-    return certificate._replace(goodbyes=goodbyes)
+def test_a_leaver_from_a_slot_shortly_before_does_not_count_and_one_from_elsewhere_does():
+    genesis = LogItem.genesis(members("abcd"))
+    one = behind(genesis, members("abcd"))
+    entry = entry_behind(one, members("abc"))
+    for slot, counts in ((genesis.head.lineage, True), (b"ahead, or of another branch", False)):
+        goodbyes = (Goodbye("d", slot, Ballot(0, "")),)
+        certificate = Certificate(entry.lineage, Ballot(0, "a"), frozenset("bc"), goodbyes)
+        assert one.membership.certifies(certificate, entry) is counts
 
 
 # --- branches ---

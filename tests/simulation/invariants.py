@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ENOUGH_ENTRIES = 3  # a newcomer votes with its third
 ENOUGH_VOTERS = 3
+SLOTS_BEFORE = 4
 SLACK = 4.0  # times what an account could have computed
 SLACK_SECONDS = 20.0
 AS_FAR_AS_IT_KNOWS = (Cause.UNKNOWN, Cause.ROLLBACK, Cause.LOST_BRANCH)  # some of it may be on the branch after all
@@ -68,6 +69,15 @@ class Branch:
         self.founders, self.banned = parent.founders, parent.banned
         self.masks, self.amounts, self.cells = parent.masks, parent.amounts, parent.cells
         self.depth = parent.depth + 1
+
+    def slots_before(self) -> set[bytes]:
+        """The last slots before the one behind this history: a goodbye may come from one of them."""
+        found: set[bytes] = set()
+        node = self
+        while len(found) < SLOTS_BEFORE and node.parent is not None and not isinstance(node.step, RollbackOrder):
+            found.add(node.parent.lineage)
+            node = node.parent
+        return found
 
     def view(self) -> dict[str, Member]:
         """Members of the last two entries."""
@@ -279,12 +289,15 @@ class Invariants:
         if certificate is None or certificate.entry != entry.lineage:
             raise self.violated("I2", peer, "a step without a certificate")
         left, for_it = set(), set(certificate.voters)
+        before = branch.parent.slots_before()
         for goodbye in certificate.goodbyes:
-            if goodbye.slot == entry.parent and goodbye.accepted is not None:
-                if goodbye.accepted.lineage == entry.lineage:
-                    for_it.add(goodbye.peer)
-            else:
+            if goodbye.slot in before:
                 left.add(goodbye.peer)
+            elif goodbye.slot == entry.parent and goodbye.promised <= certificate.ballot:
+                if goodbye.accepted is None:
+                    left.add(goodbye.peer)
+                elif goodbye.accepted.lineage == entry.lineage:
+                    for_it.add(goodbye.peer)
         if not decides(branch.parent.electorate, for_it - left, left):
             electorate = sorted(branch.parent.electorate)
             raise self.violated("I2", peer, f"{sorted(for_it)} are no quorum of {electorate} without {sorted(left)}")

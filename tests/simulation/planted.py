@@ -22,7 +22,7 @@ from volunteer_kit.swarm.sync.contributions import Accounts, Ledger
 from volunteer_kit.swarm.sync.core import SyncCore
 from volunteer_kit.swarm.sync.judging import Judge
 from volunteer_kit.swarm.sync.leading import Leadership
-from volunteer_kit.swarm.sync.log import Certificate, Entry, Goodbye, Log, Membership
+from volunteer_kit.swarm.sync.log import Certificate, Entry, Log, Membership
 from volunteer_kit.swarm.sync.messages import (
     BallotRecord,
     HeadRecord,
@@ -90,11 +90,11 @@ def _born_again(original: Any, self: Any, lead: Leadership, entry: Entry) -> Non
     original(self, lead, replace(entry, birth=lead.ballot))
 
 
-def _accepts_born_again(original: Any, self: Judge, body: Propose, left: Any) -> Any:
-    bound, _ = self.bound_entry(body.promises, [each for each in body.goodbyes if not each.leaves(body.entry.parent)])
+def _accepts_born_again(original: Any, self: Judge, body: Propose) -> Any:
+    bound, _ = self.bound_entry(body.promises, body.goodbyes, body.ballot)
     if bound is not None and replace(bound, birth=body.entry.birth) == body.entry:
         return None
-    return original(self, body, left)
+    return original(self, body)
 
 
 def _counts_twice(original: Any, self: Ledger, lineage: bytes, peer: str, answers: Any) -> Any:
@@ -234,7 +234,7 @@ PLANTED: dict[str, Planted] = {
     "a goodbye is applied locally": Planted(
         "nasty",
         "a leaver that accepted something votes for that",
-        ((Goodbye, "leaves", lambda self, slot: True), (Goodbye, "is_vote_for", lambda self, entry: False)),
+        ((Membership, "left", lambda self, goodbyes, slot, ballot: frozenset(each.peer for each in goodbyes)),),
     ),
     "head and accounts in two writes": Planted(
         "broad", "head, accounts and contributions change in one write", (around(Process, "_persist", _writes_twice),)

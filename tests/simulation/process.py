@@ -35,6 +35,7 @@ from volunteer_kit.swarm.sync.messages import (
     Propose,
     Proven,
     Received,
+    Repair,
     Send,
     SetTimer,
     Sketched,
@@ -161,6 +162,7 @@ class Process:
             FetchSnapshot: self._fetch_snapshot,
             Apply: self._apply,
             Adopt: self._adopt,
+            Repair: self._repair,
             Compute: self._compute,
             Ban: self._ban,
             Tell: self._tell,
@@ -568,6 +570,21 @@ class Process:
         self.parameters = self.disk.parameters[self.lineage]
         self._dirty = True
         self.sim.adopted(self)
+        self._sketch()
+
+    def _repair(self, action: Repair) -> None:
+        """The parameters of a snapshot, and the steps behind it once more."""
+        taken = self.received.get(action.snapshot.head.lineage)
+        missing = [
+            answer.digest
+            for item in action.items
+            if isinstance(item.step, Entry)
+            for answer in item.step.answers
+            if answer.digest not in self.held
+        ]
+        if taken is None or missing:
+            raise self.sim.invariants.violated("I6", self.name, "repairs its parameters without what that takes")
+        self.disk.damage = taken.damage
         self._sketch()
 
     def _sketch(self) -> None:

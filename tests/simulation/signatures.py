@@ -42,7 +42,7 @@ def proposal_of(slot: bytes, ballot: Ballot, entry: bytes) -> Statement:
 def goodbye_of(goodbye: Goodbye) -> Statement:
     """A goodbye, with the accepted proposal that it tells."""
     accepted = goodbye.accepted.lineage if goodbye.accepted is not None else None
-    return ("goodbye", goodbye.peer, goodbye.slot, accepted, goodbye.accepted_at, "at the end")
+    return ("goodbye", goodbye.peer, goodbye.slot, goodbye.promised, accepted, goodbye.accepted_at)
 
 
 def certificate_statements(slot: bytes, certificate: Certificate) -> list[Statement]:

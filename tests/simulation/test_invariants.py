@@ -66,8 +66,8 @@ def test_who_left_does_not_count_and_a_goodbye_may_be_a_vote(checks):
     item = after(GENESIS, "b")
     entry = item.step
     assert isinstance(entry, Entry)
-    left = [Goodbye(peer, GENESIS.head.lineage) for peer in "cd"]
-    voted = Goodbye("c", GENESIS.head.lineage, entry, BALLOT)
+    left = [Goodbye(peer, GENESIS.head.lineage, BALLOT) for peer in "cd"]
+    voted = Goodbye("c", GENESIS.head.lineage, BALLOT, entry, BALLOT)
     for goodbyes, valid in (((left[1],), False), ((voted, left[1]), True), (tuple(left), False)):
         certificate = Certificate(entry.lineage, BALLOT, frozenset("b"), goodbyes)
         given = GENESIS.after_entry(entry, certificate)

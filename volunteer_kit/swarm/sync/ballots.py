@@ -18,10 +18,10 @@ class Ballot(NamedTuple):
     leader: str
 
 
-def leader_order(slot: bytes, public: Iterable[str]) -> tuple[str, ...]:
+def leader_order(seed: bytes, public: Iterable[str]) -> tuple[str, ...]:
     """Public members in the order of their turns: rendezvous hashing (Thaler and Ravishankar, 1998), so that one peer
     that leaves does not move the others."""
-    return tuple(sorted(public, key=lambda peer: hashlib.sha256(slot + peer.encode()).digest()))
+    return tuple(sorted(public, key=lambda peer: hashlib.sha256(seed + b"/" + peer.encode()).digest()))
 
 
 def may_lead(ballot: Ballot, order: tuple[str, ...]) -> bool:

@@ -21,6 +21,7 @@ class OpeningAttempt:
 
     opening: Opening
     asked: float  # s
+    above: int = -1  # an attempt that a member has signed already
     signers: set[str] = field(default_factory=set)
 
     @property
@@ -97,6 +98,17 @@ def entries_behind(items: Sequence[LogItem], base: Head | None) -> list[tuple[by
             found = found[: kept[0] + 1] if kept else []
         elif isinstance(item.step, Entry):
             found.append((item.head.lineage, item.step.answers))
+    return found
+
+
+def last_order(items: Sequence[LogItem], base: Head | None) -> RollbackOrder | None:
+    """The last rollback order behind `base`."""
+    found: RollbackOrder | None = None
+    for item in items:
+        if base is not None and item.head.lineage == base.lineage:
+            found = None
+        elif isinstance(item.step, RollbackOrder):
+            found = item.step
     return found
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from volunteer_kit.swarm.sync.log import Head, Member, Verdict
 from volunteer_kit.swarm.sync.messages import Report
+
+MOST_CONTACTS: Final = 4096
+LONGEST_AVOIDED: Final = 5  # doublings
 
 
 @dataclass
@@ -22,6 +26,19 @@ class Contact:
     sent_items: float = float("-inf")  # s
     asked_items: float = float("-inf")  # s
     avoided_until: float = float("-inf")  # s; its snapshots or items did not hold
+    useless: int = 0  # snapshots and items of it that did not hold, one after another
+    lost_slices: int = 0  # slices that it reduced wrongly or not at all, one after another
+    no_slices_until: float = float("-inf")  # s
+
+    def disappointed(self, now: float, seconds: float) -> None:
+        """Its snapshot or its items were of no use: avoid it, longer each time."""
+        self.useless += 1
+        self.avoided_until = now + seconds * 2 ** min(self.useless - 1, LONGEST_AVOIDED)
+
+    def lost_slice(self, now: float, epoch_seconds: float) -> None:
+        """It reduced a slice wrongly, or not at all: it gets none for some epochs, more each time."""
+        self.no_slices_until = now + epoch_seconds * 2 ** min(self.lost_slices, LONGEST_AVOIDED)
+        self.lost_slices += 1
 
 
 class Contacts:
@@ -30,15 +47,16 @@ class Contacts:
     :param patience: s without a word, then a contact is not in touch any more
     """
 
-    def __init__(self, me: str, patience: float):
-        self.me = me
+    def __init__(self, patience: float):
         self.patience = patience
         self.banned: dict[str, Verdict] = {}
         self._all: dict[str, Contact] = {}
 
     def __getitem__(self, peer: str) -> Contact:
-        """The contact, new if nothing was known of this peer."""
+        """The contact, new if nothing was known of this peer; then one that was silent for longest may be forgotten."""
         if peer not in self._all:
+            if len(self._all) >= MOST_CONTACTS:
+                del self._all[min(self._all, key=lambda known: self._all[known].heard)]
             self._all[peer] = Contact(Member(peer, peer, False))
         return self._all[peer]
 

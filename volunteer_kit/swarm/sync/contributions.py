@@ -142,11 +142,6 @@ class Ledger:
         """Samples that a round could take now, late ones in full."""
         return sum(each.samples * each.pending.bit_count() for each in self._live.values()) // self.cells
 
-    @property
-    def oldest_birth(self) -> int | None:
-        """Epoch of the oldest contribution that is not settled."""
-        return min((each.birth for each in self._live.values()), default=None)
-
     def add(self, samples: int, birth: int, expired: Cause | None = None) -> None:
         """Add a microbatch whose gradients were computed on the parameters of epoch `birth`.
 
@@ -175,8 +170,8 @@ class Ledger:
         self._slot, self._rounds = slot, (*self.rounds(slot), fingerprint)
         sent = []
         for each in sorted(self._live.values(), key=lambda each: (each.birth, each.number)):
-            limit -= each.samples if each.pending else 0
-            if each.pending and limit >= 0:
+            if each.pending and each.samples <= limit:
+                limit -= each.samples
                 self._live[each.number] = each._replace(pending=0, in_flight=each.in_flight | each.pending, sealed=True)
                 sent.append(Share(peer, each.number, each.birth, each.samples, each.pending))
         return tuple(sent)

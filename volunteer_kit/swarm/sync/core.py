@@ -22,6 +22,7 @@ from volunteer_kit.swarm.sync.branches import (
     Suffix,
     checked_suffix,
     entries_behind,
+    last_order,
     opener,
     opening_members,
 )
@@ -29,7 +30,7 @@ from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contacts import Contacts
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger
 from volunteer_kit.swarm.sync.drift import outliers
-from volunteer_kit.swarm.sync.judging import Judge
+from volunteer_kit.swarm.sync.judging import Judge, why_malformed
 from volunteer_kit.swarm.sync.leading import Leadership
 from volunteer_kit.swarm.sync.log import (
     Certificate,
@@ -42,9 +43,11 @@ from volunteer_kit.swarm.sync.log import (
     Membership,
     Opening,
     RollbackOrder,
+    Verdict,
     is_chain,
 )
 from volunteer_kit.swarm.sync.messages import (
+    CHECKPOINT,
     Accuse,
     Action,
     Adopt,
@@ -82,6 +85,7 @@ from volunteer_kit.swarm.sync.messages import (
     Received,
     Record,
     Refuse,
+    Repair,
     Report,
     Round,
     Send,
@@ -105,9 +109,11 @@ from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
 from volunteer_kit.swarm.sync.slot import Slot
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
+MOST_ATTEMPTS: Final = 1 << 20  # to open a branch behind one head
 STUCK: Final = 3  # times as long as `alone_after`: a quorum in touch that commits nothing opens a branch
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
+LONG_EPOCH: Final = 3.0  # epochs without a commit; then the leader does not do its part
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 LEARNED_FROM: Final = 2  # rounds; until then a dead member costs as long as the run allows
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
@@ -142,7 +148,7 @@ class SyncCore:
         else:
             self.log = Log((genesis,), config.kept_entries) if genesis is not None else None
         self._clock = PhaseClock(Phase.COLLECTING if self.log is not None else Phase.JOINING, now)
-        self._contacts = Contacts(me.peer, config.suspect_after)
+        self._contacts = Contacts(config.suspect_after)
         self._beliefs = Beliefs(config.most_epochs, config.cells)
         self._goodbyes: dict[str, Goodbye] = {}
         self._goodbyes_ahead: dict[str, Goodbye] = {}  # of peers that were ahead of us
@@ -301,15 +307,24 @@ class SyncCore:
             self._tick_as_leader(lead)
         else:
             self._report_to_leader()
-        if self._slot.lead is None and self._now - self._slot.heard > self._leader_patience() + self._jitter():
-            self._give_up_round()
-            self._next_turn()
+        if self._slot.lead is None:
+            if self._now - self._slot.heard > self._leader_patience() + self._jitter():
+                self._give_up_round()
+                self._next_turn()
+            elif self._ballot_is_old():
+                self._refuse(self._ballot_followed(), "nothing is committed")
         self._greet_somebody()
         alone = self._now - self._quorum_at
         if self.phase is Phase.COLLECTING and alone > self.config.isolated_after:
             self._move(Phase.ISOLATED)
         if self.phase is Phase.ISOLATED:
             self._tick_alone()
+
+    def _ballot_is_old(self) -> bool:
+        """Whether a ballot has lasted so long that its leader does not do its part."""
+        collecting = min(self.config.epoch_deadline, LONG_EPOCH * self.epoch_seconds)
+        patience = collecting + ROUNDS_IN_VAIN * (self._round_time.seconds + self._vote_time.seconds)
+        return self._now - self._slot.turn_began > patience
 
     def _leader_patience(self) -> float:
         """s without a word of the leader; a round that runs is given up later than one that has not begun."""
@@ -330,8 +345,12 @@ class SyncCore:
             if lead.proposal is not None and self.phase is not Phase.VOTING:
                 self._send_proposal(lead)
             self._begin_if_ready()
-            if not quorum and self._now - max(self._slot.heard, lead.since) > 2 * self.config.leader_timeout:
+            silent = not quorum and self._now - max(self._slot.heard, lead.since) > 2 * self.config.leader_timeout
+            if self._slot.lead is lead and (silent or self._ballot_is_old()):
+                self._give_up_round()
                 self._next_turn()  # this peer may be cut off in one direction
+            elif self._slot.lead is lead and lead.outbid is not None and self.phase is Phase.COLLECTING:
+                self._outbid(lead)
         else:
             for peer in sorted(self._electorate() - {self.me.peer}):
                 self._send(peer, Ask(lead.ballot))
@@ -367,11 +386,12 @@ class SyncCore:
             self._send(silent[self._greetings % len(silent)], self._report())
 
     def _report(self) -> Report:
-        self._slot.reported = max(self._slot.reported, self.ledger.pending_samples)
+        samples = min(self.ledger.pending_samples, int(self._most_to_send()))
+        self._slot.reported = max(self._slot.reported, samples)
         return Report(
             self._ballot_followed(),
             self.me,
-            self.ledger.pending_samples,
+            samples,
             self._bandwidth,
             self._round_time.learnt,
             self._vote_time.learnt,
@@ -393,13 +413,12 @@ class SyncCore:
         self._slot = Slot.behind(item, self._now, record)
         kept = {lineage: at for lineage, at in self._entered.items() if lineage in self.log}
         self._entered = kept | {item.head.lineage: self._now}
-        known = self._goodbyes | {
-            peer: goodbye for peer, goodbye in self._goodbyes_ahead.items() if self._has_left(goodbye)
-        }
-        self._goodbyes = {peer: goodbye for peer, goodbye in known.items() if peer in item.membership.view}
-        self._goodbyes_ahead = {
-            peer: goodbye for peer, goodbye in self._goodbyes_ahead.items() if peer not in self._goodbyes
-        }
+        known = {peer: each for peer, each in self._goodbyes.items() if peer in item.membership.view}
+        known |= {peer: each for peer, each in self._goodbyes_ahead.items() if peer in item.membership.view}
+        self._goodbyes = {peer: each for peer, each in known.items() if not self._is_ahead(each)}
+        self._goodbyes_ahead = {peer: each for peer, each in known.items() if peer not in self._goodbyes}
+        for peer in item.membership.banned:
+            self._contacts.banned.setdefault(peer, Verdict(peer, b""))
 
     def _stand_if_first(self) -> None:
         """In a new slot."""
@@ -427,7 +446,7 @@ class SyncCore:
     def _stand(self) -> None:
         """Lead this turn: at once if nobody can have promised anything above, else after a quorum's promises."""
         ballot = Ballot(self._slot.turn, self.me.peer)
-        if not self._slot.acceptor.may_propose(ballot):
+        if self._damaged or self._leaving or not self._slot.acceptor.may_propose(ballot):
             return
         self._slot.lead = Leadership(ballot, active=self._slot.turn == 0, since=self._now)
         if self._slot.turn > 0:
@@ -453,24 +472,29 @@ class SyncCore:
         """Whether a leader that has a quorum was heard just now."""
         if self._slot.lead is not None:
             return self._slot.lead.active and self._hears_quorum()
-        return self._slot.followed is not None and self._now - self._slot.heard < self.config.leader_timeout
+        followed = self._slot.followed
+        if followed is None:
+            return self._slot.turn == 0 and self._now - self._slot.began < self.config.leader_timeout  # it begins
+        return followed.turn == self._slot.turn and self._now - self._slot.heard < self.config.leader_timeout
 
     def _on_report(self, sender: str, report: Report) -> None:
         self._note_report(sender, report)
         lead = self._slot.lead
         if lead is not None and lead.active:
-            if report.ballot > lead.ballot:
+            if sender not in self._electorate():
+                pass  # nobody counts on it
+            elif report.ballot > lead.ballot:
                 lead.strays[sender] = lead.strays.get(sender, 0) + 1
                 if lead.strays[sender] > STRAYS:
                     lead.refusals.add(sender)  # it does not come back: it is not counted on
                 elif self._hears_quorum():
-                    self._send(sender, Refuse(lead.ballot))  # it counted alone
+                    self._send(sender, Refuse(lead.ballot, False))  # it counted alone
             elif lead.strays.pop(sender, 0):
                 lead.refusals.discard(sender)
             self._begin_if_ready()
-        elif report.ballot.turn > self._slot.turn:
+        elif report.ballot.turn > self._slot.turn and sender in self._membership().view:
             if self._hears_leader():
-                self._send(sender, Refuse(self._ballot_followed()))
+                self._send(sender, Refuse(self._ballot_followed(), False))
             elif self._leader(report.ballot.turn) == self.me.peer:
                 self._slot.follow_turn(report.ballot.turn, self._now)
                 self._stand()
@@ -493,24 +517,33 @@ class SyncCore:
 
     def _may_follow(self, sender: str, ballot: Ballot) -> bool:
         """Whether to listen to this leader; one with a lower ballot is told."""
-        if ballot.leader != sender or not may_lead(ballot, self._slot.order) or ballot in self._slot.refused:
+        if not self._may_lead(ballot):
             return False
         if ballot < self._slot.acceptor.promised:
-            self._send(sender, Refuse(self._slot.acceptor.promised))
+            self._send(sender, Refuse(self._slot.acceptor.promised, True))
             return False
         if ballot < self._ballot_followed() and self._hears_leader():
-            self._send(sender, Refuse(self._ballot_followed()))
+            self._send(sender, Refuse(self._ballot_followed(), False))
             return False
         return True
 
+    def _may_lead(self, ballot: Ballot) -> bool:
+        """Whether this peer may have this turn at all. Strangers to the view have one only when no public member is in
+        touch."""
+        if not may_lead(ballot, self._slot.order) or ballot in self._slot.refused:
+            return False
+        if ballot.leader in self._slot.order:
+            return True
+        return self.me.peer not in self._slot.order and not set(self._slot.order) & set(self._in_touch())
+
     def _on_ask(self, sender: str, body: Ask) -> None:
         ballot = body.ballot
-        if ballot.leader != sender or not may_lead(ballot, self._slot.order) or ballot in self._slot.refused:
+        if not self._may_lead(ballot):
             return
         if ballot < self._slot.acceptor.promised:
-            self._send(sender, Refuse(self._slot.acceptor.promised))
+            self._send(sender, Refuse(self._slot.acceptor.promised, True))
         elif ballot > self._slot.acceptor.promised and self._hears_leader() and ballot > self._ballot_followed():
-            self._send(sender, Refuse(self._ballot_followed()))
+            self._send(sender, Refuse(self._ballot_followed(), False))
         else:
             if ballot > self._slot.acceptor.promised:
                 self._persist(self._slot.acceptor.promise(ballot))
@@ -519,43 +552,41 @@ class SyncCore:
             self._send(sender, self._slot.acceptor.answer(ballot))
 
     def _on_refuse(self, sender: str, body: Refuse) -> None:
-        lead, ballot = self._slot.lead, body.ballot
-        if lead is None:
+        lead = self._slot.lead
+        if lead is None or sender not in self._electorate() or sender in lead.refusals:
             return
-        if ballot > lead.ballot:
-            lead.refusals.add(sender)
-            voters = self._electorate() - lead.refusals
-            if not is_quorum(self._electorate(), voters, self._left()):
-                self._slot.follow_turn(max(self._slot.turn, ballot.turn), self._now)
-                if self._leader(self._slot.turn) == self.me.peer:
-                    self._next_turn()
-        elif not lead.active and ballot >= self._slot.acceptor.promised and ballot not in self._slot.refused:
-            self._slot.follow_turn(ballot.turn, self._now)  # its leader is alive
+        lead.refusals.add(sender)  # it is not counted on, for this ballot
+        if body.promised and body.ballot > lead.ballot and self._may_lead(body.ballot):
+            lead.outbid = max(body.ballot, lead.outbid or body.ballot)
+
+    def _outbid(self, lead: Leadership) -> None:
+        """A member that this leader hears has promised a higher ballot: it can only follow a still higher one."""
+        assert lead.outbid is not None
+        self._slot.follow_turn(max(lead.outbid.turn + 1, len(self._slot.order)), self._now)
+        self._stand()
 
     def _on_promise(self, sender: str, body: Promise) -> None:
         lead = self._slot.lead
-        if lead is None or lead.active or body.ballot != lead.ballot:
-            return
-        if body.accepted_at is None or body.accepted_at < body.ballot:
+        if lead is not None and not lead.active and body.ballot == lead.ballot and sender in self._electorate():
             lead.promises[sender] = body
             self._try_to_lead()
 
     def _bound_entry(self, lead: Leadership) -> tuple[Entry | None, frozenset[str]]:
         """What this leader has to propose again, and the peers that reported it."""
         own = (self.me.peer, self._slot.acceptor.answer(lead.ballot))
-        return self._judge().bound_entry([*lead.promises.items(), own], self._voting_goodbyes())
+        return self._judge().bound_entry([*lead.promises.items(), own], (), lead.ballot)
 
     def _try_to_lead(self) -> None:
-        """Become the leader once a quorum has promised, and propose again what it accepted."""
+        """Become the leader once a quorum has promised, and propose again what may have been certified."""
         lead = self._slot.lead
         if lead is None or lead.active or not self._slot.acceptor.may_propose(lead.ballot):
             return
-        goodbyes = self._voting_goodbyes()
-        promised = {*lead.promises, self.me.peer, *(each.peer for each in goodbyes)}
-        if not is_quorum(self._electorate(), promised, self._left()):
-            return
         entry, reporters = self._bound_entry(lead)
-        silent = self._electorate() - promised - self._left()
+        own = self._slot.acceptor.answer(lead.ballot)
+        promises = [*lead.promises.items(), (self.me.peer, own)]
+        if not self._judge().has_promises(promises, (), lead.ballot, entry):
+            return
+        silent = self._electorate() - {*lead.promises, self.me.peer} - self._goodbyes.keys()
         if len(reporters - {self.me.peer}) == 1 and silent and self._now - lead.since < SECOND_OPINION:
             return  # more promises may show that nobody else accepted it
         if entry is not None and (missing := self._missing(entry)):
@@ -563,7 +594,7 @@ class SyncCore:
                 lead.fetching_since = self._now
                 self._do(FetchAnswers(missing, tuple(sorted(reporters))))
             return
-        lead.promises[self.me.peer] = self._slot.acceptor.answer(lead.ballot)
+        lead.promises[self.me.peer] = own
         self._persist(self._slot.acceptor.promise(lead.ballot))  # to itself last
         lead.active = True
         self._give_up_round()  # of a lower ballot
@@ -585,15 +616,14 @@ class SyncCore:
             return
         if self._now < self._slot.pause_until:
             return
-        group: list[tuple[Member, int, float]] = [(self.me, self.ledger.pending_samples, self._bandwidth)]
-        reports = self._reporting()
-        group += [(member, report.samples, report.bandwidth) for member, report in reports]
-        peers = {member.peer for member, _, _ in group}
-        if not is_quorum(self._electorate(), peers, self._left()):
+        reports = [(member, report) for member, report in self._reporting() if member.peer not in lead.refusals]
+        group = [(self.me, self._report().samples, self._bandwidth)]
+        group += [(member, report.samples, self._slice_bandwidth(member, report)) for member, report in reports]
+        if not is_quorum(self._electorate(), {member.peer for member, _, _ in group}, self._left()):
             return
         samples = sum(samples for _, samples, _ in group)
         late = self._now - self._slot.began >= self.config.epoch_deadline
-        if samples == 0 or (samples < self.config.target_batch_size and not late) or self._waits_for_stragglers(lead):
+        if samples == 0 or (samples < self.config.target_batch_size and not late) or self._waits_for_stragglers():
             return
         exchange, vote = self._deadlines([report for _, report in reports])
         lead.attempts = max(lead.attempts, len(self.ledger.rounds(self._lineage()))) + 1
@@ -601,10 +631,14 @@ class SyncCore:
         plan = leading.make_round(
             self._lineage(), lead.ballot, lead.attempts, group, self.config.cells, exchange, vote
         )
+        self._enter_round(plan)
         for member in plan.group:
             if member.peer != self.me.peer:
                 self._send(member.peer, Begin(plan))
-        self._enter_round(plan)
+
+    def _slice_bandwidth(self, member: Member, report: Report) -> float:
+        """Mbit/s; 0: it has lost slices, and reduces none for a while."""
+        return 0.0 if self._now < self._contacts[member.peer].no_slices_until else report.bandwidth
 
     def _deadlines(self, reports: Sequence[Report]) -> tuple[float, float]:
         """s for a round's exchange and for its votes: what most members have learned."""
@@ -636,16 +670,16 @@ class SyncCore:
         fresh = self._contacts.reporting(self._lineage(), self._now)
         return [(contact.member, report) for contact, report in fresh if contact.member.peer not in self._goodbyes]
 
-    def _waits_for_stragglers(self, lead: Leadership) -> bool:
+    def _waits_for_stragglers(self) -> bool:
         """A round waits while most of the members in touch are catching up, `catching_up_patience` at most."""
         view = self._membership().view
         in_touch = [peer for peer in self._in_touch() if peer in view]
         behind = len(in_touch) - len(set(in_touch) & set(self._at_head()))
         if 2 * behind <= len(in_touch) + 1:
             return False
-        if lead.may_wait_until is None:
-            lead.may_wait_until = self._now + self.config.catching_up_patience
-        return self._now < lead.may_wait_until
+        if self._slot.may_wait_until is None:
+            self._slot.may_wait_until = self._now + self.config.catching_up_patience
+        return self._now < self._slot.may_wait_until
 
     def _on_begin(self, sender: str, body: Begin) -> None:
         plan = body.round
@@ -659,17 +693,26 @@ class SyncCore:
             return
         self._slot.follow(plan.ballot, self._now)
         self._slot.heard = self._now
-        self._give_up_round()
+        if self.phase in (Phase.EXCHANGING, Phase.VOTING):
+            self._give_up_round()
+            self._slot.rounds_failed += 1
+            if self._slot.rounds_failed > ROUNDS_IN_VAIN:
+                self._refuse(plan.ballot, "it begins round after round")
+                return
         self._enter_round(plan)
 
     def _enter_round(self, plan: Round) -> None:
-        self._slot.round = plan
-        limit = min(self._limit(self.me, SENDER_SLACK), self.config.most_epochs * self.config.target_batch_size)
-        shares = self.ledger.send(self.me.peer, plan.slot, plan.fingerprint, limit)
+        self._slot.round, self._slot.exchange_ended = plan, False
+        shares = self.ledger.send(self.me.peer, plan.slot, plan.fingerprint, self._most_to_send())
         self._persist(self.ledger.record())
         self._move(Phase.EXCHANGING, plan.exchange_seconds)
         limits = tuple((member.peer, self._limit(member, REDUCER_SLACK)) for member in plan.group)
         self._do(StartExchange(plan, shares, limits, self.accounts))
+
+    def _most_to_send(self) -> float:
+        """Samples of ours that others believe, about."""
+        most = self.config.most_epochs * self.config.target_batch_size
+        return min(self._limit(self.me, SENDER_SLACK), most)
 
     def _limit(self, member: Member, slack: float) -> float:
         return self._beliefs.limit(member.account, self._now, self._believed_seconds, slack)
@@ -707,7 +750,11 @@ class SyncCore:
         if plan is None or lead.proposal is not None or self.phase is not Phase.VOTING:
             return
         own = lead.held.get(self.me.peer, ())
-        answers = leading.merged_answers(plan, [own, *lead.held.values()])
+        answers = tuple(
+            answer
+            for answer in leading.merged_answers(plan, [own, *lead.held.values()])
+            if self._why_wrong_answer(plan, answer) is None
+        )
         gathered = self._clock.entered + self.config.gather
         waited = self._now >= gathered
         whole = len(answers) == len(plan.slices)
@@ -722,6 +769,7 @@ class SyncCore:
             self._do(FetchAnswers(missing, holders))
             self._set_timer(Timer.PHASE, self._clock.until)
             return
+        self._judge_reducers(plan, answers)
         entry = self._entry(plan, answers)
         judge = self._judge()
         why = judge.why_early(entry, 1.0) or judge.why_wrong(entry) or self._why_disbelieved(entry)
@@ -730,11 +778,27 @@ class SyncCore:
         else:
             self._propose(lead, entry)
 
+    def _why_wrong_answer(self, plan: Round, answer: Answer) -> str | None:
+        """Why a slice is left out; None: it can be part of an entry."""
+        entry = self._entry(plan, (answer,))
+        return self._judge().why_wrong(entry) or self._why_disbelieved(entry)
+
+    def _judge_reducers(self, plan: Round, answers: tuple[Answer, ...]) -> None:
+        """One whose slice is wrong or not here reduces nothing for a while."""
+        here = {answer.reducer for answer in answers}
+        for reducer, _ in plan.slices:
+            if reducer in here:
+                self._contacts[reducer].lost_slices = 0
+            elif reducer != self.me.peer:
+                self._contacts[reducer].lost_slice(self._now, self.epoch_seconds)
+
     def _entry(self, plan: Round, answers: tuple[Answer, ...]) -> Entry:
         head, view = self._head(), self._membership().view
         covered = 0
+        bringing = set(view)
         for answer in answers:
             covered |= answer.cells
+            bringing |= {share.peer for share in answer.shares}
         return Entry(
             head.generation,
             head.sequence,
@@ -742,7 +806,7 @@ class SyncCore:
             head.lineage,
             plan.ballot,
             plan.fingerprint,
-            plan.group,
+            tuple(member for member in plan.group if member.peer in bringing),
             answers,
             ((1 << self.config.cells) - 1) & ~covered,
             tuple(sorted(peer for peer in self._goodbyes if peer in view)),
@@ -779,9 +843,7 @@ class SyncCore:
     def _on_propose(self, sender: str, body: Propose) -> None:
         if not self._may_follow(sender, body.ballot) or not self._slot.acceptor.accepts(body.ballot, body.entry):
             return
-        known = frozenset(each.peer for each in body.goodbyes if self._has_left(each))
-        why = self._judge().why_not_accept(body, known)
-        why = why or self._why_disbelieved(body.entry)
+        why = self._judge().why_not_accept(body) or self._why_disbelieved(body.entry)
         if why is not None:
             self._refuse(body.ballot, why)
             return
@@ -789,8 +851,7 @@ class SyncCore:
         self._slot.heard = self._now
         if self._damaged:
             return
-        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-            self._do(EndExchange(self._slot.round.fingerprint))
+        self._end_exchange()
         if self.phase is not Phase.VOTING:
             self._move(Phase.VOTING, self._vote_time.seconds)
         self._slot.considered = body
@@ -802,7 +863,7 @@ class SyncCore:
 
     def _accept(self, body: Propose) -> None:
         self._slot.considered = None
-        if not self._slot.acceptor.accepts(body.ballot, body.entry):
+        if self._damaged or not self._slot.acceptor.accepts(body.ballot, body.entry):
             return
         self._persist(self._slot.acceptor.accept(body.ballot, body.entry))
         self._send(body.ballot.leader, self._vote(body.ballot, body.entry))
@@ -815,7 +876,7 @@ class SyncCore:
             self.accounts,
             self.ledger.live,
             max(self._slot.reported, self.ledger.pending_samples),
-            self._left(),
+            tuple(self._goodbyes.values()),
             self._now - self._slot.began,
         )
 
@@ -825,10 +886,11 @@ class SyncCore:
     def _refuse(self, ballot: Ballot, why: str) -> None:
         """This leader does not keep the rules: the next one has its turn."""
         self._slot.refused.add(ballot)
-        self._slot.pause(self._now, self.config.heartbeat)
         self._do(Tell(Topic.REFUSED, f"{ballot.leader}: {why}"))
-        self._give_up_round()
-        self._next_turn()
+        if ballot == self._ballot_followed():
+            self._slot.pause(self._now, self.config.heartbeat)
+            self._give_up_round()
+            self._next_turn()
 
     def _on_vote(self, sender: str, body: Vote) -> None:
         lead = self._slot.lead
@@ -859,8 +921,11 @@ class SyncCore:
 
     def _on_late_vote(self, sender: str, body: Vote) -> None:
         """Its entry is committed; its sketch may still show whose parameters are damaged."""
-        if self._counted is not None and self._counted[0].lineage == body.entry:
-            entry, votes = self._counted
+        assert self.log is not None
+        if self._counted is None or self._counted[0].lineage != body.entry:
+            return
+        entry, votes = self._counted
+        if entry.parent in self.log and sender in self.log.item(entry.parent).membership.electorate:
             votes[sender] = body
             self._compare_sketches(entry, votes)
 
@@ -870,17 +935,16 @@ class SyncCore:
         for peer in sorted(divergent - {self.me.peer}):
             self._send(peer, Sketches(entry.parent, told))
         if self.me.peer in divergent:
-            self._is_damaged()
+            self._damage_found()
 
     # --- the commit ---
 
     def _commit(self, item: LogItem) -> None:
         """The entry is certified: take its step. Head, accounts and contributions change in one write."""
         entry = item.step
-        assert isinstance(entry, Entry) and self.log is not None
+        assert isinstance(entry, Entry) and entry.parent == self._lineage()
         in_time = self.phase is not Phase.CATCHING_UP and not self._replay
-        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-            self._do(EndExchange(self._slot.round.fingerprint))
+        self._end_exchange()
         settled = self.ledger.commit(entry.lineage, self.me.peer, entry.answers)
         self.ledger.return_all()
         self.accounts = self.accounts.after(entry.answers, item.head.epoch, self.config.max_staleness)
@@ -930,7 +994,12 @@ class SyncCore:
 
     def _phase_is_over(self) -> None:
         if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-            self._clock.until = None
+            if self._slot.exchange_ended:
+                self._fail_round("the exchange did not end")
+                return
+            self._slot.exchange_ended = True
+            self._clock.extend(self._now, self.config.suspect_after)
+            self._set_timer(Timer.PHASE, self._clock.until)
             self._do(EndExchange(self._slot.round.fingerprint))  # the process answers with what is there
         elif self.phase is Phase.VOTING:
             self._vote_time.failed()
@@ -954,16 +1023,23 @@ class SyncCore:
             self._move(Phase.COLLECTING)
 
     def _stop_round(self) -> None:
-        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-            self._do(EndExchange(self._slot.round.fingerprint))
+        self._end_exchange()
         self.ledger.return_all()
         self._slot.round = self._slot.considered = None
+
+    def _end_exchange(self) -> None:
+        """The answers that come after this are not waited for."""
+        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
+            self._do(EndExchange(self._slot.round.fingerprint))
 
     # --- catching up ---
 
     def _on_ask_items(self, sender: str, body: AskItems) -> None:
-        if self.log is None:
+        assert self.log is not None
+        contact = self._contacts[sender]
+        if self._now - contact.sent_items < self.config.heartbeat / 2:
             return
+        contact.sent_items = self._now
         common = self.log.last_common(body.lineages[:LINEAGES_ASKED])
         self._send(sender, Items(common, self.log.behind(common) if common is not None else ()))
 
@@ -987,6 +1063,8 @@ class SyncCore:
 
     def _on_items(self, sender: str, body: Items) -> None:
         assert self.log is not None
+        if self._now < self._contacts[sender].avoided_until:
+            return
         if body.after is None or not body.items:
             head = self._contacts[sender].head
             if body.after is None and head is not None and self._could_follow(head):
@@ -994,13 +1072,15 @@ class SyncCore:
             return
         if self._replay and body.after in {item.head.lineage for item in self._replay}:
             place = [item.head.lineage for item in self._replay].index(body.after)
-            if is_chain((self._replay[place], *body.items)) and len(body.items) > len(self._replay) - place - 1:
-                self._replay = (*self._replay[: place + 1], *body.items)
+            longer = len(body.items) > len(self._replay) - place - 1
+            if longer and is_chain((self._replay[place], *body.items)):
+                ahead = (*self._replay[: place + 1], *body.items)
+                self._compare_suffix(sender, Suffix(self._last(), ahead))
             return
         suffix = checked_suffix(self.log, body.after, body.items)
         if suffix is None:
             if body.after in self.log:
-                self._contacts[sender].avoided_until = self._now + self.config.alone_after
+                self._contacts[sender].disappointed(self._now, self.config.fetch_patience)
             return
         self._compare_suffix(sender, suffix)
 
@@ -1026,6 +1106,9 @@ class SyncCore:
         assert isinstance(opening, Opening)
         if self.me in opening.members:
             return True
+        view = self._membership().view
+        if not any(member.peer in view for member in opening.members) and set(self._in_touch()) & view.keys():
+            return False  # strangers open a branch only when everybody has left
         fork = self._fork(suffix)
         if self._now - self._slot.began < self.config.alone_after - ALONE_SLACK or not fork.is_plausible:
             return False
@@ -1057,8 +1140,8 @@ class SyncCore:
                 self._commit(item)
             else:
                 self._replay = self._replay[1:]
-                if isinstance(step, Opening):
-                    self._open(item)
+                assert isinstance(step, Opening)
+                self._open(item)
         self._source = None
         if self.phase is Phase.CATCHING_UP:
             self._do(Tell(Topic.CAUGHT_UP, f"epoch {self._head().epoch}"))
@@ -1094,7 +1177,7 @@ class SyncCore:
         self._hold(event.digests)
         if self._replay:
             if self.phase is Phase.CATCHING_UP:
-                self._clock.until = self._now + self._fetch_patience()
+                self._clock.extend(self._now, self._fetch_patience())
                 self._set_timer(Timer.PHASE, self._clock.until)
             self._replay_on()
             return
@@ -1118,9 +1201,11 @@ class SyncCore:
             for peer, contact in self._contacts
             if (contact.member.public or contact.head is not None) and self._now >= contact.avoided_until
         ]
+        self._fetching = None
         if known:
-            self._fetching = None
             self._fetch_snapshot(leader_order(self.me.peer.encode(), known)[0])
+        elif self._now - self._clock.entered >= self.config.alone_after:
+            self._fetch_snapshot(CHECKPOINT)  # everybody has left
 
     def _fetch_snapshot(self, source: str) -> None:
         if self._fetching is None and self._now >= self._contacts[source].avoided_until:
@@ -1132,28 +1217,37 @@ class SyncCore:
 
     def _snapshot_failed(self, source: str) -> None:
         self._fetching = None
-        self._contacts[source].avoided_until = self._now + self.config.fetch_patience
+        self._contacts[source].disappointed(self._now, self.config.fetch_patience)
         if self.log is None:
             self._look_for_snapshot()
 
     def _on_snapshot_taken(self, event: SnapshotTaken) -> None:
-        source = self._fetching[0] if self._fetching is not None else None
+        source = self._fetching[0] if self._fetching is not None else CHECKPOINT
         self._fetching = None
-        snapshot = event.snapshot
+        if self._use_snapshot(event.snapshot):
+            self._contacts[source].useless = 0
+        else:
+            self._snapshot_failed(source)
+
+    def _use_snapshot(self, snapshot: Snapshot) -> bool:
+        """Adopt it if it is ahead of us, on our branch or on one that wins; return whether it was of use."""
         if not snapshot.items or not is_chain(snapshot.items):
-            if source is not None:
-                self._contacts[source].avoided_until = self._now + self.config.alone_after
-            return
+            return False
         if self.log is None:
             self._adopt(snapshot, None)
-            return
+            return True
+        if self._damaged and snapshot.head.lineage in self.log:
+            return self._repair(snapshot)
         inside = Log(snapshot.items, len(snapshot.items))
         common = inside.last_common(item.head.lineage for item in reversed(self.log.items))
-        continues = self._lineage() in inside
-        if continues and (self._damaged or snapshot.head.lineage != self._lineage()):
-            self._adopt(snapshot, self._head())
-        elif not continues and self._beats_us(snapshot, common):
-            self._adopt(snapshot, None if common is None else self.log.item(common).head)
+        if self._lineage() in inside:
+            if snapshot.head.lineage != self._lineage():
+                self._adopt(snapshot, self._head())
+            return True
+        if not self._beats_us(snapshot, common):
+            return False
+        self._adopt(snapshot, None if common is None else self.log.item(common).head)
+        return True
 
     def _beats_us(self, snapshot: Snapshot, common: bytes | None) -> bool:
         assert self.log is not None
@@ -1169,22 +1263,9 @@ class SyncCore:
 
         :param common: where our log and the snapshot's parted; None: unknown
         """
-        same_slot = self.log is not None and snapshot.head.lineage == self._lineage()
-        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-            self._do(EndExchange(self._slot.round.fingerprint))
-        self.ledger.return_all()
         if self.log is not None:
-            cause = Cause.LOST_BRANCH if self._head().order == snapshot.head.order else Cause.ROLLBACK
-            ours = self.log.behind(common.lineage) if common is not None else self.log.items
-            theirs = {item.head.lineage for item in snapshot.items}
-            lost = [item.head.lineage for item in ours if item.head.lineage not in theirs]
-            gained = entries_behind(snapshot.items, common)
-            self.ledger.switch(lost, gained, self.me.peer, cause if common is not None else Cause.UNKNOWN)
-            if common is None:
-                self.ledger.expire_born(None, -1, Cause.UNKNOWN)  # nobody can tell what became of it
-            elif lost:
-                self.ledger.expire_born(None, common.epoch, cause)
-                self._do(Tell(Topic.BRANCH_LOST, f"{len(lost)} entries"))
+            self._stop_round()
+            self._leave_branch(self.log, snapshot, common)
         self.accounts = snapshot.accounts
         self.log = Log(snapshot.items, self.config.kept_entries)
         self._expire_stale()
@@ -1194,26 +1275,67 @@ class SyncCore:
         self._damaged = False
         self._replay, self._source = (), None
         self._quorum_at = self._now
-        self._enter_slot(self._slot.acceptor.record if same_slot else None)
+        self._enter_slot()
         self._settle_in()
+
+    def _leave_branch(self, log: Log, snapshot: Snapshot, common: Head | None) -> None:
+        """What our branch has and the snapshot's has not is lost, with its cause."""
+        gained = entries_behind(snapshot.items, common)
+        order = last_order(snapshot.items, common)
+        if order is not None and order.parent in log:
+            base, cause = order.parent, Cause.ROLLBACK
+        elif common is not None and order is None:
+            base, cause = common.lineage, Cause.LOST_BRANCH
+        else:
+            base, cause = None, Cause.UNKNOWN
+        ours = log.behind(base) if base is not None else log.items
+        kept = {lineage for lineage, _ in gained}
+        lost = [item.head.lineage for item in ours if item.head.lineage not in kept]
+        self.ledger.switch(lost, gained, self.me.peer, cause)
+        if cause is not Cause.LOST_BRANCH:
+            self.ledger.expire_born(None, -1, cause)  # nobody can use it, or tell what became of it
+        elif lost and common is not None:
+            self.ledger.expire_born(None, common.epoch, cause)
+            self._do(Tell(Topic.BRANCH_LOST, f"{len(lost)} entries"))
 
     def _on_sketches(self, sender: str, body: Sketches) -> None:
         assert self.log is not None
-        recent = {item.head.lineage for item in self.log.items[-3:]}
-        if body.slot in recent and self.me.peer in outliers(body.votes, self.config.sketch_tolerance):
-            self._is_damaged()
+        if body.slot not in self.log or body.slot == self._lineage():
+            return
+        base, after = self.log.item(body.slot), self.log.behind(body.slot)[0]
+        votes = [
+            (peer, vote)
+            for peer, vote in dict(body.votes).items()
+            if peer in base.membership.electorate and vote.entry == after.head.lineage
+        ]
+        if self.me.peer in outliers(votes, self.config.sketch_tolerance):
+            self._damage_found()
 
-    def _is_damaged(self) -> None:
-        """This peer's parameters are not the swarm's: it takes a snapshot, and no step or vote before."""
+    def _damage_found(self) -> None:
+        """This peer's parameters are not the swarm's: it mends them, and neither leads, votes nor computes before."""
         if not self._damaged:
             self._damaged = True
+            self._slot.lead = None
             self._do(Tell(Topic.DRIFTED, f"epoch {self._head().epoch}"))
             self._seek_undamaged()
 
     def _seek_undamaged(self) -> None:
-        here = self._at_head()
+        here = [peer for peer in self._at_head() if self._now >= self._contacts[peer].avoided_until]
         if here:
             self._fetch_snapshot(min(here, key=lambda peer: (not self._contacts[peer].member.public, peer)))
+
+    def _repair(self, snapshot: Snapshot) -> bool:
+        """Take the parameters of a snapshot that is where we are, or some steps behind, and take those steps again."""
+        assert self.log is not None
+        items = self.log.behind(snapshot.head.lineage)
+        if any(isinstance(item.step, RollbackOrder) or self._lacks(item) for item in items):
+            return False
+        self._do(Repair(snapshot, items))
+        self._damaged = False
+        return True
+
+    def _lacks(self, item: LogItem) -> bool:
+        return isinstance(item.step, Entry) and bool(self._missing(item.step))
 
     # --- branches and rollbacks ---
 
@@ -1242,9 +1364,10 @@ class SyncCore:
             return
         last = self._last_opening
         number = last.attempt + 1 if last is not None and last.parent == self._lineage() else 0
+        number = max(number, 0 if attempt is None else attempt.above + 1)
         head = self._head()
         opening = Opening(head.generation, head.sequence, head.epoch, head.lineage, number, members)
-        self._slot.opening = OpeningAttempt(opening, self._now, {self.me.peer})
+        self._slot.opening = OpeningAttempt(opening, self._now, signers={self.me.peer})
         self._sign(opening)
         for each in members:
             if each.peer != self.me.peer:
@@ -1261,18 +1384,22 @@ class SyncCore:
             return
         if opener(self._lineage(), opening.members) != sender:
             return
-        if last is not None and last.parent == opening.parent and last != opening:
-            if opening.attempt <= last.attempt:
-                return  # one signature for each attempt
-        if last != opening:
+        if last is None or last.parent != opening.parent or opening.attempt > last.attempt:
+            if opening.attempt > MOST_ATTEMPTS:
+                return
             self._sign(opening)
-        self._send(sender, SignOpening(opening.lineage))
+            last = opening
+        self._send(sender, SignOpening(last.lineage, last.attempt))  # one signature for each attempt
 
     def _on_sign_opening(self, sender: str, body: SignOpening) -> None:
         attempt = self._slot.opening
-        if attempt is not None and body.opening == attempt.opening.lineage:
+        if attempt is None or all(member.peer != sender for member in attempt.opening.members):
+            return
+        if body.opening == attempt.opening.lineage:
             attempt.signers.add(sender)
             self._open_if_signed()
+        elif body.attempt >= attempt.opening.attempt:
+            attempt.above = max(attempt.above, min(body.attempt, MOST_ATTEMPTS - 1))
 
     def _open_if_signed(self) -> None:
         attempt = self._slot.opening
@@ -1289,9 +1416,7 @@ class SyncCore:
 
     def _open(self, item: LogItem) -> None:
         """Go on behind an opening: same parameters, another lineage."""
-        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-            self._do(EndExchange(self._slot.round.fingerprint))
-        self.ledger.return_all()
+        self._stop_round()
         self._take(item)
         self._do(Apply(item, ()))
         self._do(Tell(Topic.BRANCH_OPENED, f"epoch {item.head.epoch}"))
@@ -1307,10 +1432,8 @@ class SyncCore:
     def _roll_back(self, order: RollbackOrder) -> None:
         """The monitor's order opens a generation: what was computed on the undone epochs expires."""
         assert self.log is not None
-        if self.phase is Phase.EXCHANGING and self._slot.round is not None:
-            self._do(EndExchange(self._slot.round.fingerprint))
+        self._stop_round()
         self._replay, self._source = (), None
-        self.ledger.return_all()
         kept = order.parent in self.log
         undone = self.log.behind(order.parent) if kept else self.log.items
         cause = Cause.ROLLBACK if kept else Cause.UNKNOWN
@@ -1337,7 +1460,7 @@ class SyncCore:
         self.ledger.expire_born(None, -1, Cause.LEFT)
         if self.log is not None:
             record = self._slot.acceptor.record
-            goodbye = Goodbye(self.me.peer, self._lineage(), record.accepted, record.accepted_at)
+            goodbye = Goodbye(self.me.peer, self._lineage(), record.promised, record.accepted, record.accepted_at)
             self._persist(goodbye, self.ledger.record())
             for peer in sorted({*self._in_touch(), *self._membership().view} - {self.me.peer}):
                 self._send(peer, goodbye)
@@ -1348,7 +1471,7 @@ class SyncCore:
     def _on_goodbye(self, sender: str, goodbye: Goodbye) -> None:
         if self.log is None or goodbye.peer in self._goodbyes or goodbye.peer not in self._membership().view:
             return
-        if not self._has_left(goodbye):
+        if self._is_ahead(goodbye):
             self._goodbyes_ahead[goodbye.peer] = goodbye
             return
         self._goodbyes[goodbye.peer] = goodbye
@@ -1357,20 +1480,13 @@ class SyncCore:
         self._count_votes()
         self._begin_if_ready()
 
-    def _has_left(self, goodbye: Goodbye) -> bool:
-        """Whether the goodbye speaks of this slot or one before it; a leaver ahead of us may have voted here."""
-        assert self.log is not None
-        return goodbye.slot in self.log
+    def _is_ahead(self, goodbye: Goodbye) -> bool:
+        """Whether the leaver stood somewhere else than here or shortly before: it may have voted in our slot."""
+        return goodbye.slot != self._lineage() and goodbye.slot not in self._membership().slots
 
     def _left(self) -> frozenset[str]:
-        """Members out of the denominator."""
-        slot = self._lineage()
-        return frozenset(peer for peer, goodbye in self._goodbyes.items() if goodbye.leaves(slot))
-
-    def _voting_goodbyes(self) -> list[Goodbye]:
-        """Goodbyes that are promises and votes in this slot."""
-        slot = self._lineage()
-        return [goodbye for _, goodbye in sorted(self._goodbyes.items()) if not goodbye.leaves(slot)]
+        """Members out of the denominator at the ballot that is followed."""
+        return self._membership().left(self._goodbyes.values(), self._lineage(), self._ballot_followed())
 
     def _known_goodbyes(self) -> tuple[Goodbye, ...]:
         return tuple(goodbye for _, goodbye in sorted(self._goodbyes.items()))
@@ -1381,9 +1497,11 @@ class SyncCore:
         sender, message = event.sender, event.message
         if sender in self._contacts.banned or sender == self.me.peer:
             return
+        body = message.body
+        if why_malformed(sender, body) is not None:
+            return
         contact = self._contacts[sender]
         contact.heard, contact.head = self._now, message.head
-        body = message.body
         if isinstance(body, Accuse):
             self._on_proven(Proven(body.verdict))
         elif isinstance(body, Order):
@@ -1461,7 +1579,8 @@ class SyncCore:
         on = self.phase in COMPUTING and not self._damaged and not self._leaving
         if not self.config.overlap and self.phase in (Phase.EXCHANGING, Phase.VOTING):
             on = False
-        if self._now - self._quorum_at > self.config.max_staleness * self.epoch_seconds:
+        alone_for = self._now - self._quorum_at
+        if alone_for > max(self.config.max_staleness * self.epoch_seconds, self.config.suspect_after):
             on = False  # what it computed would expire
         if self.ledger.pending_samples >= self.config.most_epochs * self.config.target_batch_size:
             on = False  # nobody would believe more

@@ -18,4 +18,4 @@ def outliers(votes: Sequence[tuple[str, Vote]], tolerance: float) -> set[str]:
     middle = max(sorted(told), key=lambda peer: near[peer], default=None)
     if middle is None or 2 * near[middle] <= len(told):
         return set()
-    return {peer for peer, mine in told.items() if abs(mine - told[middle]) > tolerance}
+    return {peer for peer, mine in told.items() if not abs(mine - told[middle]) <= tolerance}  # NaN too

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from volunteer_kit.swarm.sync import leading
-from volunteer_kit.swarm.sync.ballots import is_quorum
+from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, may_lead
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contributions import Accounts, Contribution, why_refused
 from volunteer_kit.swarm.sync.log import Entry, Goodbye, LogItem, Member
-from volunteer_kit.swarm.sync.messages import Promise, Propose, Round
+from volunteer_kit.swarm.sync.messages import Ask, Begin, Body, Lead, Promise, Propose, Report, Round
 
 MIN_BATCH: Final = 0.5  # of the target: an entry with less is proposed only behind the epoch's deadline
+MOST: Final = 1e9  # of any number in a report
+LARGEST_GROUP: Final = 2048  # members
 EARLY: Final = 0.5  # of the epoch's deadline: a leader that begins before it, without the samples, lies
+
+
+def why_malformed(sender: str, body: Body) -> str | None:
+    """Why a message makes no sense, whatever the head; None: it does."""
+    if isinstance(body, Report):
+        numbers = (body.samples, body.bandwidth, body.round_seconds or 0.0, body.vote_seconds or 0.0, body.alone_for)
+        if body.member.peer != sender:
+            return "it speaks for another peer"
+        if not all(0 <= number < MOST for number in numbers):
+            return "a number makes no sense"
+    if isinstance(body, (Lead, Ask, Begin, Propose)):
+        ballot = body.round.ballot if isinstance(body, Begin) else body.ballot
+        if ballot.leader != sender:
+            return "it leads for another peer"
+    if isinstance(body, Begin) and not 0 < len(body.round.group) <= LARGEST_GROUP:
+        return "the group has no size that makes sense"
+    return None
 
 
 @dataclass(frozen=True)
@@ -27,15 +46,15 @@ class Judge:
     accounts: Accounts
     own: tuple[Contribution, ...]
     reported: int  # samples: the most that this peer reported in this slot
-    left: frozenset[str]  # members out of the denominator
+    goodbyes: tuple[Goodbye, ...]  # that this peer knows
     slot_age: float  # s since the last commit
 
-    def is_quorum(self, peers: frozenset[str], left: frozenset[str] = frozenset()) -> bool:
-        """Whether these peers decide.
+    def is_quorum(self, peers: frozenset[str], ballot: Ballot) -> bool:
+        """Whether these peers decide at this ballot."""
+        return is_quorum(self.item.membership.electorate, peers, self._left(self.goodbyes, ballot))
 
-        :param left: members that left, of whom this peer has not heard
-        """
-        return is_quorum(self.item.membership.electorate, peers, self.left | left)
+    def _left(self, goodbyes: Iterable[Goodbye], ballot: Ballot) -> frozenset[str]:
+        return self.item.membership.left(goodbyes, self.item.head.lineage, ballot)
 
     def why_not_begin(self, plan: Round) -> str | None:
         """Why this peer takes no part in a round; None: it does."""
@@ -46,33 +65,28 @@ class Judge:
             return "this peer is told wrongly"
         if plan.samples[plan.group.index(self.me)] > self.reported:
             return "this peer's samples are told wrongly"
-        if not self.is_quorum(frozenset(member.peer for member in plan.group)):
+        if not self.is_quorum(frozenset(member.peer for member in plan.group), plan.ballot):
             return "the group is no quorum"
         if self._is_early(EARLY) and sum(plan.samples) < config.target_batch_size:
             return "the round begins early"
-        if plan.exchange_seconds > config.exchange_ceiling or plan.vote_seconds > config.vote_ceiling:
+        if not (0 < plan.exchange_seconds <= config.exchange_ceiling and 0 < plan.vote_seconds <= config.vote_ceiling):
             return "a deadline is beyond the run's"
         return None
 
-    def why_not_accept(self, body: Propose, left: frozenset[str]) -> str | None:
-        """Why this peer does not accept a proposal; None: it does, if it believes the weights.
-
-        :param left: members that left, as the proposal shows
-        """
-        entry = body.entry
+    def why_not_accept(self, body: Propose) -> str | None:
+        """Why this peer does not accept a proposal; None: it does, if it believes the weights."""
+        entry, ballot = body.entry, body.ballot
         if entry.parent != self.item.head.lineage:
             return "its parent is not this head"
-        if body.ballot.turn:
-            goodbyes = [each for each in body.goodbyes if not each.leaves(entry.parent)]
-            promised = frozenset(peer for peer, _ in body.promises) | {each.peer for each in goodbyes}
-            if any(each.ballot != body.ballot for _, each in body.promises) or not self.is_quorum(promised, left):
-                return "no quorum has promised"
-            bound, _ = self.bound_entry(body.promises, goodbyes, left)
-            if bound != entry if bound is not None else entry.birth != body.ballot:
+        if ballot.turn:
+            bound, _ = self.bound_entry(body.promises, body.goodbyes, ballot)
+            if bound != entry if bound is not None else entry.birth != ballot:
                 return "an accepted proposal is passed over"
-        elif entry.birth != body.ballot:
+            if not self.has_promises(body.promises, body.goodbyes, ballot, bound):
+                return "no quorum has promised"
+        elif entry.birth != ballot:
             return "it was born at another ballot"
-        if entry.birth == body.ballot:
+        if entry.birth == ballot:
             why = self.why_early(entry, EARLY)
             if why is not None:
                 return why
@@ -80,13 +94,40 @@ class Judge:
                 return "this peer's contribution was altered"
         return self.why_wrong(entry)
 
+    def has_promises(
+        self,
+        promises: Sequence[tuple[str, Promise]],
+        goodbyes: Sequence[Goodbye],
+        ballot: Ballot,
+        entry: Entry | None,
+    ) -> bool:
+        """Whether a quorum has promised this ballot to a leader that proposes `entry`; None: a new one."""
+        if any(each.ballot != ballot for _, each in promises):
+            return False
+        slot = self.item.head.lineage
+        known = (*self.goodbyes, *goodbyes)
+        agreeing = {peer for peer, _ in promises}
+        agreeing |= {each.peer for each in known if entry is not None and each.agrees(slot, ballot, entry)}
+        left = self._left(known, ballot)
+        return is_quorum(self.item.membership.electorate, agreeing - left, left)
+
     def bound_entry(
-        self, promises: Sequence[tuple[str, Promise]], goodbyes: Sequence[Goodbye], left: frozenset[str] = frozenset()
+        self, promises: Sequence[tuple[str, Promise]], goodbyes: Sequence[Goodbye], ballot: Ballot
     ) -> tuple[Entry | None, frozenset[str]]:
         """As `leading.bound_entry`, at this head."""
-        electorate = self.item.membership.electorate
+        membership, slot = self.item.membership, self.item.head.lineage
+        order = leader_order(self.item.head.seed, membership.public)
+        told = [
+            (peer, each)
+            for peer, each in promises
+            if peer in membership.electorate
+            and (each.accepted_at is None or (each.accepted_at < ballot and may_lead(each.accepted_at, order)))
+        ]
+        known = {each.peer: each for each in (*self.goodbyes, *goodbyes)}
+        leavers = [each for each in known.values() if each.slot == slot and each.accepted is not None]
+        left = self._left(known.values(), ballot)
         return leading.bound_entry(
-            promises, goodbyes, electorate, self.left | left, lambda entry: self.why_wrong(entry) is None
+            told, leavers, membership.electorate, left, lambda entry: self.why_wrong(entry) is None
         )
 
     def why_early(self, entry: Entry, share: float) -> str | None:
@@ -107,8 +148,14 @@ class Judge:
         if entry.parent != head.lineage or (entry.generation, entry.sequence, entry.epoch) != (*head.order, head.epoch):
             return "its epoch is not this one"
         group = frozenset(member.peer for member in entry.group)
-        if not is_quorum(self.item.membership.electorate, group, frozenset(entry.gone)):
+        membership = self.item.membership
+        if not is_quorum(membership.electorate, group, frozenset(entry.gone)):
             return "the group is no quorum"
+        bringing = {share.peer for answer in entry.answers for share in answer.shares}
+        if group - membership.view.keys() - bringing:
+            return "a newcomer brings nothing"
+        if len(group) < len(entry.group):
+            return "a member is told twice"
         most = config.most_epochs * config.target_batch_size
         brought = {(share.peer, share.number): share.samples for answer in entry.answers for share in answer.shares}
         by_peer: dict[str, int] = {}

@@ -6,11 +6,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
 
 from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum
 from volunteer_kit.swarm.sync.contributions import Answer
 from volunteer_kit.swarm.sync.log import Entry, Goodbye, Member
 from volunteer_kit.swarm.sync.messages import Promise, Round, Vote
+
+MOST_BANDWIDTH: Final = 4.0  # times the median: what a reducer says of its line is not measured
 
 
 @dataclass
@@ -28,7 +32,7 @@ class Leadership:
     proposal: Entry | None = None
     votes: dict[str, Vote] = field(default_factory=dict)
     fetching_since: float | None = None  # s; it waits for the bytes of an accepted proposal
-    may_wait_until: float | None = None  # s; most peers in touch are catching up
+    outbid: Ballot | None = None  # a member that it hears has promised this higher one
 
 
 def bound_entry(
@@ -44,7 +48,7 @@ def bound_entry(
     promised without having accepted an entry at a ballot never votes for it there; if the others are no quorum, the
     entry was not certified at that ballot. So one liar that reports what nobody proposed binds nobody.
 
-    :param goodbyes: those that are votes in this slot
+    :param goodbyes: those with an accepted entry of this slot
     :param left: members out of the denominator
     :param is_right: whether an entry follows the head; one that does not was never accepted by an honest peer
     """
@@ -54,7 +58,8 @@ def bound_entry(
     for (ballot, lineage), entry in sorted(accepted.items(), key=lambda each: each[0], reverse=True):
         reporters = {peer for peer, at, each in reports if at == ballot and each and each.lineage == lineage}
         above = {peer for peer, at, _ in reports if at is not None and at > ballot}
-        may_have_voted = electorate - {peer for peer, _, _ in reports} | reporters | above
+        leavers = {each.peer for each in goodbyes if each.accepted is not None and each.accepted.lineage == lineage}
+        may_have_voted = electorate - {peer for peer, _, _ in reports} | reporters | above | leavers
         if is_quorum(electorate, may_have_voted, left) and is_right(entry):
             return entry, frozenset(reporters)
     return None, frozenset()
@@ -89,11 +94,13 @@ def make_round(
 
 def share_out(cells: int, reducers: Sequence[tuple[str, float]], leader: str) -> tuple[tuple[str, int], ...]:
     """Slices of neighbouring cells in proportion to bandwidths; the leader takes what nobody has bandwidth for."""
-    total = sum(mbit for _, mbit in reducers)
+    usual = median([mbit for _, mbit in reducers if mbit > 0] or [0.0])
+    capped = [(peer, min(mbit, MOST_BANDWIDTH * usual)) for peer, mbit in reducers]
+    total = sum(mbit for _, mbit in capped)
     if total <= 0:
         return ((leader, (1 << cells) - 1),)
     slices, begin, passed = [], 0, 0.0
-    for peer, mbit in reducers:
+    for peer, mbit in capped:
         passed += mbit
         end = round(cells * passed / total)
         if end > begin:

@@ -18,6 +18,7 @@ from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum
 from volunteer_kit.swarm.sync.contributions import Answer
 
 VOTES_FROM: Final = 3  # entries that a peer takes part in before it votes
+SLOTS_KEPT: Final = 4  # a leaver's goodbye may come from one of them
 FEW_VOTERS: Final = 3  # while there are fewer, the oldest newcomers vote too
 
 
@@ -100,23 +101,23 @@ class RollbackOrder(_Hashed):
 
 @dataclass(frozen=True)
 class Goodbye:
-    """A signed promise never to vote again, with the leaver's accepted proposal of its slot."""
+    """A signed promise never to vote again, with what the leaver promised and accepted in its slot.
+
+    In that slot it counts at ballots from `promised` on, as the leaver would have voted at no other. A leaver that
+    accepted nothing is out of the denominator there; one that accepted an entry promises and votes for that one only.
+    In later slots it is out of the denominator.
+    """
 
     peer: str
     slot: bytes
+    promised: Ballot
     accepted: Entry | None = None
     accepted_at: Ballot | None = None
 
-    def is_vote_for(self, entry: Entry) -> bool:
-        """Whether it counts as a vote for this entry, and for no other."""
-        return self.slot == entry.parent and self.accepted == entry
-
-    def leaves(self, slot: bytes) -> bool:
-        """Whether the leaver does not count in the denominator of this slot: it never accepted anything there.
-
-        Its own slot is this one, or one before it.
-        """
-        return self.slot != slot or self.accepted is None
+    def agrees(self, slot: bytes, ballot: Ballot, entry: Entry | None) -> bool:
+        """Whether it is a promise to the leader that proposes this entry, and a vote for it."""
+        same = self.slot == slot and self.accepted is not None and self.promised <= ballot
+        return same and self.accepted == entry
 
 
 class Certificate(NamedTuple):
@@ -136,6 +137,11 @@ class Head(NamedTuple):
     epoch: int
     lineage: bytes
     sample_cells: int
+
+    @property
+    def seed(self) -> bytes:
+        """What the order of leaders follows from: nobody can choose it by what an entry holds."""
+        return f"{self.generation}.{self.sequence}.{self.epoch}".encode()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -158,6 +164,7 @@ class Membership:
     entries: Mapping[str, int]  # entries that a peer of the view took part in, VOTES_FROM at most
     since: Mapping[str, int]  # epoch of its first one
     banned: frozenset[str] = frozenset()
+    slots: tuple[bytes, ...] = ()  # the last ones before this
 
     @staticmethod
     def genesis(members: Iterable[Member]) -> Membership:
@@ -208,17 +215,29 @@ class Membership:
             peer: min(VOTES_FROM, self.entries.get(peer, self._start(peer)) + (peer in present)) for peer in view
         }
         since = {peer: self.since.get(peer, entry.epoch) for peer in view}
-        return Membership(self.founders - away, recent, entries, since, banned)
+        return Membership(self.founders - away, recent, entries, since, banned, self._slots_before(entry.parent))
 
-    def opened(self, members: Iterable[Member]) -> Membership:
+    def _slots_before(self, parent: bytes) -> tuple[bytes, ...]:
+        return (*self.slots, parent)[-SLOTS_KEPT:]
+
+    def opened(self, opening: Opening) -> Membership:
         """The membership behind an opening: those that it lists, and all of them vote."""
-        group = tuple(sorted(member for member in members if member.peer not in self.banned))
+        group = tuple(sorted(member for member in opening.members if member.peer not in self.banned))
         return Membership(
             self.founders,
             (group,),
             {each.peer: VOTES_FROM for each in group},
             {each.peer: self.since.get(each.peer, 0) for each in group},
             self.banned,
+            self._slots_before(opening.parent),
+        )
+
+    def left(self, goodbyes: Iterable[Goodbye], slot: bytes, ballot: Ballot) -> frozenset[str]:
+        """Leavers that do not count in the denominator at this ballot of the slot."""
+        return frozenset(
+            each.peer
+            for each in goodbyes
+            if each.slot in self.slots or (each.slot == slot and each.accepted is None and each.promised <= ballot)
         )
 
     def _start(self, peer: str) -> int:
@@ -226,8 +245,9 @@ class Membership:
 
     def certifies(self, certificate: Certificate, entry: Entry) -> bool:
         """Whether the certificate's votes are a quorum of this electorate for the entry."""
-        left = frozenset(each.peer for each in certificate.goodbyes if each.leaves(entry.parent))
-        for_it = frozenset(each.peer for each in certificate.goodbyes if each.is_vote_for(entry))
+        slot, ballot = entry.parent, certificate.ballot
+        left = self.left(certificate.goodbyes, slot, ballot)
+        for_it = frozenset(each.peer for each in certificate.goodbyes if each.agrees(slot, ballot, entry))
         return certificate.entry == entry.lineage and is_quorum(
             self.electorate, (certificate.voters - left) | for_it, left
         )
@@ -265,7 +285,7 @@ class LogItem:
     def after_opening(self, opening: Opening, signers: frozenset[str]) -> LogItem:
         """The next item behind this one: the epoch stays, the lineage changes."""
         head = self.head._replace(lineage=opening.lineage)
-        return LogItem(opening, None, signers, head, self.membership.opened(opening.members))
+        return LogItem(opening, None, signers, head, self.membership.opened(opening))
 
     def after_order(self, order: RollbackOrder) -> LogItem:
         """Where a rollback order leads: whatever came before, everybody has the same membership behind it."""

@@ -6,10 +6,9 @@ their order. It may die between any two actions; what must survive is written by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, LedgerRecord, Share
@@ -23,6 +22,8 @@ from volunteer_kit.swarm.sync.log import (
     RollbackOrder,
     Verdict,
 )
+
+CHECKPOINT: Final = ""  # a source of snapshots that is no peer
 
 # --- between peers ---
 
@@ -66,9 +67,10 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The answer to who uses a ballot that this peer does not follow: a leader that it hears, or a higher promise."""
+    """The answer to who uses a ballot that this peer does not follow: it hears another leader, or has promised more."""
 
     ballot: Ballot
+    promised: bool
 
 
 class Round(NamedTuple):
@@ -162,9 +164,10 @@ class AskOpening:
 
 @dataclass(frozen=True, slots=True)
 class SignOpening:
-    """A signature under an opening."""
+    """A signature under an opening; of another one than was asked for if this peer has signed that."""
 
     opening: bytes  # lineage
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +449,8 @@ class FetchAnswers:
 
 @dataclass(frozen=True, slots=True)
 class FetchSnapshot:
-    """Get a snapshot from this peer."""
+    """Get a snapshot from this peer; from `CHECKPOINT` it is the newest signed checkpoint that the run has published.
+    """
 
     source: str
 
@@ -461,9 +465,18 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Replace parameters and statistics by the snapshot's, or by the checkpoint of a rollback order."""
+    """Replace parameters and statistics by the snapshot's."""
 
     snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """These parameters are damaged: take the snapshot's, and the steps of these items behind it again. The head stays.
+    """
+
+    snapshot: Snapshot
+    items: tuple[LogItem, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,7 +512,6 @@ class Tell:
 
     topic: Topic
     about: str
-    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 Action = (
@@ -513,6 +525,7 @@ Action = (
     | FetchSnapshot
     | Apply
     | Adopt
+    | Repair
     | Compute
     | Ban
     | Tell

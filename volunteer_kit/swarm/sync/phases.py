@@ -63,3 +63,7 @@ class PhaseClock:
             raise ForbiddenMove(f"from {self.phase.value} to {phase.value}")
         self.phase, self.entered = phase, now
         self.until = None if bound is None else now + bound
+
+    def extend(self, now: float, bound: float) -> None:
+        """What is awaited makes progress: from now on it has so many seconds again."""
+        self.until = now + bound

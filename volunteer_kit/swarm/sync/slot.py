@@ -27,6 +27,7 @@ class Slot:
     began: float  # s, when this peer came to the head
     turn: int
     heard: float  # s, when the leader was heard last
+    turn_began: float  # s
     in_time: bool = False  # whether the peer came by a commit, at the slot's beginning
     lead: Leadership | None = None  # while this peer leads, or asks for promises
     followed: Ballot | None = None
@@ -36,19 +37,21 @@ class Slot:
     pause_until: float = 0.0  # s
     reported: int = 0  # samples: the most that this peer reported
     round: Round | None = None
+    exchange_ended: bool = False  # its time is over, the process was asked for what is there
     considered: Propose | None = None  # its answers are being fetched
+    may_wait_until: float | None = None  # s; most peers in touch are catching up
     opening: OpeningAttempt | None = None
 
     @staticmethod
     def behind(item: LogItem, now: float, record: BallotRecord | None = None) -> Slot:
         """The slot behind `item`: nobody has been heard, and only a record of this slot binds."""
         acceptor = Acceptor(item.head.lineage, record)
-        order = leader_order(item.head.lineage, item.membership.public)
-        return Slot(acceptor, order, now, acceptor.first_turn, now, pause_until=now)
+        order = leader_order(item.head.seed, item.membership.public)
+        return Slot(acceptor, order, now, acceptor.first_turn, now, now, pause_until=now)
 
     def follow_turn(self, turn: int, now: float) -> None:
         """It is this turn, as far as this peer knows; its leader has time to be heard."""
-        self.turn, self.heard = turn, now
+        self.turn, self.heard, self.turn_began = turn, now, now
         self.lead = None
         self.rounds_failed = 0
 
