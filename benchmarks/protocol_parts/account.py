@@ -30,9 +30,7 @@ def add(accounts: Iterable[Seconds]) -> Seconds:
 
 def less(account: Seconds, earlier: Seconds) -> Seconds:
     """What came between two moments."""
-    return {
-        name: account.get(name, Fraction(0)) - earlier.get(name, Fraction(0)) for name in account.keys() | earlier.keys()
-    }
+    return add((account, {name: -seconds for name, seconds in earlier.items()}))
 
 
 class Shares:
@@ -42,6 +40,7 @@ class Shares:
     """
 
     def __init__(self, account: Seconds):
+        self.account = account
         self.seconds = sum(account.values(), Fraction(0))
         self.by_name = {name: account[name] / self.seconds for name in sorted(account) if account[name]}
 

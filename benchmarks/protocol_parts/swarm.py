@@ -44,6 +44,7 @@ class Home(NamedTuple):
     epoch: float = EPOCH  # s
     ratio: float = RATIO
     target: int = TARGET  # samples
+    microbatches: int = MICROBATCHES
     settings: Mapping[str, Any] = {}  # of `SyncConfig`, beside its defaults
 
 
@@ -66,7 +67,7 @@ def peer(home: Home, name: str, speed: float, public: bool, founder: bool, rng: 
         member=Member(name, name, public),
         founder=founder,
         speed=speed,
-        microbatch=max(1, round(speed * home.epoch / MICROBATCHES)),
+        microbatch=max(1, round(speed * home.epoch / home.microbatches)),
         latency=rng.uniform(*LATENCY),
         uplink=home.line.up,
         ahead=rng.uniform(-100, 100),
@@ -123,7 +124,9 @@ class Swarm(Simulation):
     More faults: `kill` (the supervisor restarts it), `away` (later: s), `die` (for good), `stop` (s).
     """
 
-    def __init__(self, home: Home, name: str, seed: int, peers: Iterable[PeerPlan], faults: Iterable[Fault], end: float):
+    def __init__(
+        self, home: Home, name: str, seed: int, peers: Iterable[PeerPlan], faults: Iterable[Fault], end: float
+    ):
         cells = dict(home.settings).get("cells", 16)
         settings = {"cells": cells, **home.settings, "target_batch_size": home.target}
         schedule = Schedule(

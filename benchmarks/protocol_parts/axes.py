@@ -1,0 +1,133 @@
+"""Which values of SyncConfig's settings are the best: one at a time, the others at their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from statistics import mean, stdev
+from typing import Any, Final, NamedTuple
+
+from benchmarks.protocol_parts.lines import Speed
+from benchmarks.protocol_parts.scenarios import Result, Silence
+from benchmarks.protocol_parts.swarm import Home
+from benchmarks.protocol_parts.tasks import Broken, Task
+from volunteer_kit.swarm.sync.config import SyncConfig
+
+LINES: Final = (Speed(20.0, 10.0), Speed(5.0, 1.0))
+GOODPUT_AXES: Final[dict[str, tuple[float, ...]]] = {
+    "max_staleness": (0, 1, 2, 4, 8),
+    "heartbeat": (0.5, 1.0, 2.0),
+    "leader_timeout": (1.5, 3.0, 6.0),
+    "suspect_after": (3.0, 5.0, 10.0),
+    "isolated_after": (5.0, 10.0, 20.0),
+    "exchange_floor": (1.0, 2.0, 4.0),
+    "exchange_ceiling": (30.0, 60.0, 120.0),
+    "vote_floor": (1.0, 2.0, 4.0),
+    "vote_ceiling": (10.0, 20.0, 40.0),
+    "gather": (0.3, 1.0, 3.0),
+    "fetch_patience": (4.0, 8.0, 16.0),
+    "catching_up_patience": (10.0, 40.0, 80.0),
+}
+"""Measured by goodput under the chaos schedule, at 20/10 and at 5/1 Mbit/s."""
+SILENCE_AXES: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
+    "alone_after": ("six die", (30.0, 60.0, 120.0)),
+    "epoch_deadline": ("six leave", (60.0, 120.0, 240.0)),
+}
+"""Measured by the seconds without a commit."""
+AXES: Final = (*GOODPUT_AXES, *SILENCE_AXES)
+NOISE: Final = 2.0  # standard errors
+CLEARLY: Final = {"goodput": 0.003, "seconds": 3.0}  # a smaller difference is of no use
+
+
+class Cell(NamedTuple):
+    """One value of one setting."""
+
+    value: float
+    is_default: bool
+    measure: float  # goodput, or seconds
+    difference: float  # from the default's, of the same seeds
+    error: float  # standard error of that
+
+
+class Axis(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    unit: str  # goodput or seconds
+    cells: tuple[Cell, ...]
+
+    @property
+    def better(self) -> Cell | None:
+        """A value that is clearly better than the default; None: there is none."""
+        sign = 1 if self.unit == "goodput" else -1
+        found = [
+            cell for cell in self.cells
+            if sign * cell.difference > max(NOISE * cell.error, CLEARLY[self.unit])
+        ]  # fmt: skip
+        return max(found, key=lambda cell: sign * cell.difference, default=None)
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.better is not None:
+            return f"{self.better.value:g} is better"
+        sign = 1 if self.unit == "goodput" else -1
+        best = max(self.cells, key=lambda cell: sign * cell.measure)
+        return "the default is the best" if best.is_default else "the default is within the noise of the best"
+
+
+def default(name: str) -> float:
+    """What SyncConfig has."""
+    return float(getattr(SyncConfig(target_batch_size=1), name))
+
+
+def with_setting(home: Home, name: str, value: float) -> Home:
+    """A home with another value; whole numbers stay whole."""
+    given: Any = int(value) if name == "max_staleness" else value
+    return home._replace(settings={**home.settings, name: given})
+
+
+def tasks(names: Sequence[str], seeds: int, minutes: float) -> dict[tuple[str, float], list[Task]]:
+    """By setting and value; ("", 0) is the defaults under chaos.
+
+    :param names: of the settings
+    """
+    homes = [Home(line=line) for line in LINES]
+    found = {("", 0.0): [Task("chaos", home, seed, minutes) for home in homes for seed in range(seeds)]}
+    for name in names:
+        if name in SILENCE_AXES:
+            scenario, values = SILENCE_AXES[name]
+            for value in values:
+                home = with_setting(Home(), name, value)
+                found[name, value] = [Task(scenario, home, seed) for seed in range(2 * seeds)]
+            continue
+        for value in GOODPUT_AXES[name]:
+            if value != default(name):
+                others = [with_setting(home, name, value) for home in homes]
+                found[name, value] = [Task("chaos", home, seed, minutes) for home in others for seed in range(seeds)]
+    return found
+
+
+def measure(result: Result | Silence | Broken) -> float:
+    """What a run is judged by."""
+    if isinstance(result, Broken):
+        return float("nan")
+    return result.shares.goodput if isinstance(result, Result) else result.longest_gap
+
+
+def axes(names: Sequence[str], found: dict[tuple[str, float], Sequence[float]]) -> list[Axis]:
+    """The table, from the measures of all runs."""
+    rows = []
+    for name in names:
+        unit, values = ("seconds", SILENCE_AXES[name][1]) if name in SILENCE_AXES else ("goodput", GOODPUT_AXES[name])
+        usual = default(name)
+        base = found[name, usual] if name in SILENCE_AXES else found["", 0.0]
+        cells = [_cell(value, value == usual, base if value == usual else found[name, value], base) for value in values]
+        rows.append(Axis(name, unit, tuple(cells)))
+    return rows
+
+
+def _cell(value: float, is_default: bool, measures: Sequence[float], base: Sequence[float]) -> Cell:
+    differences = [mine - other for mine, other in zip(measures, base, strict=True)]
+    error = stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return Cell(value, is_default, mean(measures), mean(differences), error)
