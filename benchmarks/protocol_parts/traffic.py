@@ -32,6 +32,17 @@ class Exchange:
         self.answers: dict[str, list[Answer]] = {member: [] for member in self.members}  # that came to a member
         self.sending: dict[str, list[Transfer]] = {}  # a member's parts
         self.ended: set[str] = set()
+        self.silent: dict[str, frozenset[str]] = {}  # member -> those for whom it does not wait
+
+    def has_parts(self, reducer: str) -> bool:
+        """Whether a reducer has all parts for which it waits."""
+        waits_for = set(self.members) - self.silent.get(reducer, frozenset())
+        return reducer in self.lives and waits_for <= self.parts[reducer]
+
+    def has_answers(self, member: str) -> bool:
+        """Whether a member has all answers for which it waits."""
+        waits_for = self.slices.keys() - self.silent.get(member, frozenset())
+        return waits_for <= {answer.reducer for answer in self.answers[member]}
 
 
 class Exchanges:
@@ -85,7 +96,7 @@ class Exchanges:
         self._reduce_if_all(exchange, reducer)
 
     def _reduce_if_all(self, exchange: Exchange, reducer: str) -> None:
-        if len(exchange.parts[reducer]) == len(exchange.members) and reducer in exchange.lives:
+        if exchange.has_parts(reducer):
             self._reduce(exchange, self._swarm.processes[reducer], exchange.lives[reducer])
 
     def _reduce(self, exchange: Exchange, process: Process, life: int) -> None:
@@ -124,9 +135,21 @@ class Exchanges:
 
     def _answer_came(self, exchange: Exchange, member: str, answer: Answer) -> None:
         exchange.answers[member].append(answer)
-        process = self._swarm.processes[member]
-        if len(exchange.answers[member]) == len(exchange.slices) and exchange.lives.get(member) == process.life:
+        self._end_if_all(exchange, self._swarm.processes[member])
+
+    def _end_if_all(self, exchange: Exchange, process: Process) -> None:
+        if exchange.has_answers(process.name) and exchange.lives.get(process.name) == process.life:
             self._end(exchange, process)
+
+    def without(self, process: Process, fingerprint: bytes, silent: tuple[str, ...]) -> None:
+        """A core does not wait for these members any more."""
+        exchange, name = self._all.get(fingerprint), process.name
+        if exchange is None or exchange.lives.get(name) != process.life:
+            return
+        exchange.silent[name] = exchange.silent.get(name, frozenset()) | frozenset(silent)
+        if name in exchange.slices:
+            self._reduce_if_all(exchange, name)
+        self._end_if_all(exchange, process)
 
     def end(self, process: Process, fingerprint: bytes) -> None:
         """A core ends its exchange with what is here."""
