@@ -40,7 +40,7 @@ class Device:
         self.lost = 0  # ticks of microbatches that a kill or the end of the process took
         self.process: Process | None = None
         self._clock = clock
-        self._since = 0  # ticks
+        self._since = self._now  # ticks
         self._progress = 0  # ticks of this microbatch
         self._token = 0
         self._due = self._left = 0.0  # s

@@ -47,29 +47,28 @@ class Lines:
         self._network = network
         self._is_stopped = is_stopped
         self._queues: dict[str, deque[Transfer]] = {}
-        self._busy: set[str] = set()
+        self._sending: dict[str, Transfer] = {}  # by sender, of which a chunk is on the line
+        self._waiting: set[str] = set()  # peers that look again, since nobody can be reached
         self._free_from: dict[str, float] = {}  # when a downlink has taken all that is on its way
 
     def send(self, sender: str, to: str, size: float, arrived: Callable[[], None]) -> Transfer:
         """Queue a transfer."""
         transfer = Transfer(sender, to, size, arrived)
         self._queues.setdefault(sender, deque()).append(transfer)
-        if sender not in self._busy:
+        if sender not in self._sending:
             self._next(sender)
         return transfer
 
     def end_of(self, peer: str) -> None:
         """A process ended, and with it all that it sends and gets."""
-        for queue in self._queues.values():
-            for transfer in queue:
-                if peer in (transfer.sender, transfer.to):
-                    transfer.over = True
+        for transfer in (*self._sending.values(), *(each for queue in self._queues.values() for each in queue)):
+            if peer in (transfer.sender, transfer.to):
+                transfer.over = True
         self._queues.get(peer, deque()).clear()
         self._free_from.pop(peer, None)
 
     def _next(self, sender: str) -> None:
         """Send the next chunk of the first transfer that can go on."""
-        self._busy.discard(sender)
         queue = self._queues[sender]
         for _ in range(len(queue)):
             transfer = queue.popleft()
@@ -79,13 +78,18 @@ class Lines:
                 queue.append(transfer)
                 continue
             size = min(CHUNK, transfer.left)
-            self._busy.add(sender)
+            self._sending[sender] = transfer
             seconds = size / (PACED * MEGABIT * self.speeds[sender].up)
             self._clock.after(seconds, self._sent, transfer, size)
             return
-        if queue:
-            self._busy.add(sender)
-            self._clock.after(AGAIN, self._next, sender)
+        if queue and sender not in self._waiting:
+            self._waiting.add(sender)
+            self._clock.after(AGAIN, self._look_again, sender)
+
+    def _look_again(self, sender: str) -> None:
+        self._waiting.discard(sender)
+        if sender not in self._sending:
+            self._next(sender)
 
     def _sent(self, transfer: Transfer, size: float) -> None:
         sender, to = transfer.sender, transfer.to
@@ -96,6 +100,7 @@ class Lines:
                 self._arrive(transfer, size)
             if transfer.left > 0:
                 self._queues[sender].append(transfer)
+        del self._sending[sender]
         self._next(sender)
 
     def _arrive(self, transfer: Transfer, size: float) -> None:

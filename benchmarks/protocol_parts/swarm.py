@@ -157,7 +157,6 @@ class Swarm(Simulation):
         if device is None:
             plan = self.plans[me.peer]
             device = self.devices[me.peer] = Device(self.clock, plan.microbatch, plan.microbatch / plan.speed)
-            device._since = device._now
         device.started(self.processes[me.peer], core.head is not None)
         return Watched(core, device)
 
