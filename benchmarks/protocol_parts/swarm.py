@@ -139,7 +139,7 @@ class Swarm(Simulation):
         self.signatures = HonestSignatures()
         self.lines = Lines(self.clock, self.network, lambda peer: self.processes[peer].paused)
         self.lines.speeds = {plan.member.peer: home.line for plan in schedule.peers}
-        self.exchanges = Exchanges(self, self.lines, home.size)  # type: ignore[assignment]
+        self.exchanges: Exchanges = Exchanges(self, self.lines, home.size)  # type: ignore[assignment]
         self.transfers = Transfers(self, self.lines, home.size / self.cells, STATE)  # type: ignore[assignment]
         self.cells_of: dict[bytes, int] = {}  # digest of an answer -> its cells
         self.disbelieved = 0  # parts that a reducer left out because their samples were not believed

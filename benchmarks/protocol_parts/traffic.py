@@ -1,6 +1,8 @@
 """A round's parts and answers, answers that are fetched, and snapshots, over home lines.
 
 A reducer answers when every member's part of its slice is here, or after 0.7 of the exchange's time with what came.
+An answer that is on its way when a core ends the exchange still arrives, and is not fetched a second time. Fetches are
+spread over those that hold the answers.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Exchanges:
         self._lines = lines
         self._size = size
         self._all: dict[bytes, Exchange] = {}
+        self.coming: dict[tuple[str, int, bytes], Transfer] = {}  # (peer, life, digest of an answer) -> what brings it
 
     def died(self, peer: str) -> None:
         """A process ended."""
@@ -116,7 +119,9 @@ class Exchanges:
             if member == name:
                 self._answer_came(exchange, member, answer)
             elif swarm.network.can_call(name, member):
-                self._lines.send(name, member, size, partial(self._answer_came, exchange, member, answer))
+                came = partial(self._answer_came, exchange, member, answer)
+                transfer = self._lines.send(name, member, size, came)
+                self.coming[member, swarm.processes[member].life, answer.digest] = transfer
 
     def _answer(self, exchange: Exchange, reducer: str) -> Answer:
         """A slice's average: of each member all shares, or none if they are not believed or spent already."""
@@ -134,8 +139,12 @@ class Exchanges:
         return make_answer(exchange.round.fingerprint, cells, reducer, taken)
 
     def _answer_came(self, exchange: Exchange, member: str, answer: Answer) -> None:
+        process = self._swarm.processes[member]
         exchange.answers[member].append(answer)
-        self._end_if_all(exchange, self._swarm.processes[member])
+        if member not in exchange.ended:
+            self._end_if_all(exchange, process)
+        elif exchange.lives.get(member) == process.life and process.up:
+            process.fetched(process.life, frozenset((answer.digest,)))
 
     def _end_if_all(self, exchange: Exchange, process: Process) -> None:
         if exchange.has_answers(process.name) and exchange.lives.get(process.name) == process.life:
@@ -183,7 +192,7 @@ class Transfers:
         self._lines = lines
         self._answer_size = answer_size
         self._snapshot_size = snapshot_size
-        self._asked: dict[tuple[str, int, bytes], Transfer] = {}  # (peer, life, digest) -> what brings it
+        self._coming = swarm.exchanges.coming
 
     def _reach(self, process: Process, source: str) -> Process | None:
         other, network = self._swarm.processes.get(source), self._swarm.network
@@ -200,10 +209,11 @@ class Transfers:
             process.handle(AnswersHeld(here))
         found: dict[str, list[bytes]] = {}
         for digest in sorted(digests - here):
-            asked = self._asked.get((process.name, process.life, digest))
-            if asked is not None and not asked.over and self._reach(process, asked.sender) is not None:
+            coming = self._coming.get((process.name, process.life, digest))
+            if coming is not None and not coming.over and self._reach(process, coming.sender) is not None:
                 continue
-            for source in sources:
+            place = digest[0] % max(1, len(sources))
+            for source in (*sources[place:], *sources[:place]):
                 other = self._reach(process, source)
                 if other is not None and digest in other.held:
                     found.setdefault(source, []).append(digest)
@@ -213,7 +223,7 @@ class Transfers:
             size = self._answer_size * self._cells_of(some)
             transfer = self._lines.send(source, process.name, size, arrived)
             for digest in some:
-                self._asked[process.name, process.life, digest] = transfer
+                self._coming[process.name, process.life, digest] = transfer
 
     def _cells_of(self, digests: list[bytes]) -> int:
         return sum(self._swarm.cells_of[digest] for digest in digests)
