@@ -29,7 +29,7 @@ that. `idle` is a share of the time in which the process ran and had a state. A 
 the first fault to the first commit behind the last one. Medians over the seeds; losses are of all seeds together.
 
 Silences: `seconds` go from the last departure (or the return) to the next commit, `waiting` is without what the
-survivors' devices need to compute an epoch, `epoch_deadline` at most.
+survivors' devices need to compute an epoch, `epoch_deadline` at most, and without the transfer of a newcomer's state.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ QUICK = Effort(
     silences=1,
     axis_seeds=1,
     axis_minutes=4.0,
-    settings=("max_staleness", "alone_after"),
+    settings=("max_staleness", "alone_after, six die"),
 )
 SILENCES = {  # key in the last line -> scenario and words
     "six_leave": ("six leave", "six of eight leave within a second"),
@@ -172,12 +172,13 @@ def print_axes(table: list[axes.Axis]) -> dict[str, Any]:
             + ("" if cell.is_default else f" ({cell.difference:+.3f}+-{cell.error:.3f})")
             for cell in axis.cells
         )
-        print(f"{axis.name:<21}{axis.unit:<8} {cells}; {axis.verdict}")
+        print(f"{axis.name:<26}{axis.unit:<8} {cells}; {axis.verdict}")
     figures: dict[str, Any] = {
         f"goodput_staleness_{cell.value:g}": cell.measure
         for axis in table if axis.name == "max_staleness" for cell in axis.cells
     }  # fmt: skip
-    figures["settings_to_change"] = ", ".join(f"{axis.name}={axis.better.value:g}" for axis in table if axis.better)
+    better = [axis for axis in table if axis.better is not None and axis.unit == "goodput"]
+    figures["settings_to_change"] = ", ".join(f"{axis.name}={axis.better.value:g}" for axis in better if axis.better)
     return figures
 
 

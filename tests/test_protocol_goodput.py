@@ -295,7 +295,7 @@ def axis(default: float, other: float, error: float, unit: str) -> axes.Axis:
         (0.96, 0.97, 0.01, "goodput", "the default is within the noise of the best"),
         (0.96, 0.961, 0.0001, "goodput", "the default is within the noise of the best"),  # of no use
         (0.96, 0.97, 0.001, "goodput", "2 is better"),
-        (60.0, 30.0, 5.0, "seconds", "2 is better"),
+        (60.0, 30.0, 5.0, "seconds", "2 is 30 s sooner"),
         (60.0, 90.0, 5.0, "seconds", "the default is the best"),
         (60.0, 58.0, 5.0, "seconds", "the default is within the noise of the best"),
     ],
@@ -313,8 +313,8 @@ def test_every_axis_has_the_default_among_its_values():
 
 def test_differences_are_taken_on_the_same_seeds():
     names = ("max_staleness",)
-    measures = {key: [0.9, 0.8] for key in axes.tasks(names, 1, 1.0)}
-    measures["max_staleness", 0.0] = [0.8, 0.7]
+    measures = {key: [0.9, 0.8, 0.7] for key in axes.tasks(names, 1, 1.0)}
+    measures["max_staleness", 0.0] = [0.8, 0.7, 0.6]
     (row,) = axes.axes(names, measures)
     worst = row.cells[0]
     assert (worst.difference, worst.error) == (pytest.approx(-0.1), pytest.approx(0.0))
@@ -323,7 +323,7 @@ def test_differences_are_taken_on_the_same_seeds():
 
 def test_the_last_line_is_flat(capsys):
     effort = Effort(
-        seeds=1, minutes=0.5, crowds=0, silences=1, axis_seeds=1, axis_minutes=0.5, settings=("alone_after",)
+        seeds=1, minutes=0.5, crowds=0, silences=1, axis_seeds=1, axis_minutes=0.5, settings=("alone_after, six die",)
     )
     figures = run(effort, 1)
     assert figures["losses_sum"] == 1

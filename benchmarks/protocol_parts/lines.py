@@ -59,6 +59,10 @@ class Lines:
             self._next(sender)
         return transfer
 
+    def seconds(self, sender: str, size: float) -> float:
+        """How long an uplink needs for so many bytes."""
+        return size / (PACED * MEGABIT * self.speeds[sender].up)
+
     def end_of(self, peer: str) -> None:
         """A process ended, and with it all that it sends and gets."""
         for transfer in (*self._sending.values(), *(each for queue in self._queues.values() for each in queue)):
@@ -79,8 +83,7 @@ class Lines:
                 continue
             size = min(CHUNK, transfer.left)
             self._sending[sender] = transfer
-            seconds = size / (PACED * MEGABIT * self.speeds[sender].up)
-            self._clock.after(seconds, self._sent, transfer, size)
+            self._clock.after(self.seconds(sender, size), self._sent, transfer, size)
             return
         if queue and sender not in self._waiting:
             self._waiting.add(sender)

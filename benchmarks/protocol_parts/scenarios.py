@@ -6,7 +6,7 @@ import random
 from typing import NamedTuple
 
 from benchmarks.protocol_parts.account import Shares
-from benchmarks.protocol_parts.swarm import Home, Swarm, founders, peer
+from benchmarks.protocol_parts.swarm import STATE, Home, Swarm, founders, peer
 from tests.simulation.history import History
 from tests.simulation.schedule import Fault, PeerPlan
 
@@ -37,13 +37,13 @@ class Silence(NamedTuple):
     """How long a swarm made no step."""
 
     seconds: float  # from the last fault of the scenario to the next commit; inf: none came
-    computing: float  # s of these that the survivors' devices need for an epoch
+    needed: float  # s of these that the survivors' devices need for an epoch, or a newcomer's state for its way
     longest_gap: float  # s between two commits, from the first fault on
 
     @property
     def waiting(self) -> float:
         """s that the protocol took."""
-        return self.seconds - self.computing
+        return self.seconds - self.needed
 
 
 def chaos_faults(names: list[str], begin: float, end: float, rng: random.Random, kinds: tuple[str, ...]) -> list[Fault]:
@@ -133,14 +133,16 @@ def public_dies(home: Home, seed: int, returns: bool, history: History | None = 
         peers.append(peer(home, "n00", public.speed, True, False, rng))
         faults = [Fault(begin, "die", (public.member.peer,)), Fault(begin + AWAY, "join", ("n00",))]
     swarm = Swarm(home, "public", seed, peers, faults, STRIKE + AWAY + WATCHED)
-    return _watched(swarm, begin, begin + AWAY, history)
+    return _watched(
+        swarm, begin, begin + AWAY, history, 0.0 if returns else swarm.lines.seconds(public.member.peer, STATE)
+    )
 
 
-def _watched(swarm: Swarm, begin: float, last: float, history: History | None) -> Silence:
+def _watched(swarm: Swarm, begin: float, last: float, history: History | None, transfer: float = 0.0) -> Silence:
     swarm.history = history
-    needed: list[float] = []
+    needed = [transfer]
     swarm.clock.at(last + 1e-3, lambda: needed.append(swarm.seconds_to_epoch()))
     swarm.run()
     seconds = swarm.commits.after(last)
     longest = swarm.commits.longest_gap(begin, swarm.clock.now)
-    return Silence(float("inf") if seconds is None else seconds, needed[0], longest)
+    return Silence(float("inf") if seconds is None else seconds, max(needed), longest)
