@@ -109,7 +109,7 @@ from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
 from volunteer_kit.swarm.sync.slot import Slot
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
-MOST_ATTEMPTS: Final = 1 << 20  # to open a branch behind one head
+ATTEMPTS_AHEAD: Final = 8  # of what a peer has signed: nobody can use up the numbers
 STUCK: Final = 3  # times as long as `alone_after`: a quorum in touch that commits nothing opens a branch
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
@@ -637,8 +637,9 @@ class SyncCore:
                 self._send(member.peer, Begin(plan))
 
     def _slice_bandwidth(self, member: Member, report: Report) -> float:
-        """Mbit/s; 0: it has lost slices, and reduces none for a while."""
-        return 0.0 if self._now < self._contacts[member.peer].no_slices_until else report.bandwidth
+        """Mbit/s; 0: it is new, or has lost slices, and reduces none for a while."""
+        trusted = member.peer in self._membership().view and self._now >= self._contacts[member.peer].no_slices_until
+        return report.bandwidth if trusted else 0.0
 
     def _deadlines(self, reports: Sequence[Report]) -> tuple[float, float]:
         """s for a round's exchange and for its votes: what most members have learned."""
@@ -945,6 +946,9 @@ class SyncCore:
         assert isinstance(entry, Entry) and entry.parent == self._lineage()
         in_time = self.phase is not Phase.CATCHING_UP and not self._replay
         self._end_exchange()
+        plan = self._slot.round
+        if self._slot.lead is None and plan is not None and plan.fingerprint == entry.fingerprint:
+            self._judge_reducers(plan, entry.answers)
         settled = self.ledger.commit(entry.lineage, self.me.peer, entry.answers)
         self.ledger.return_all()
         self.accounts = self.accounts.after(entry.answers, item.head.epoch, self.config.max_staleness)
@@ -1384,8 +1388,11 @@ class SyncCore:
             return
         if opener(self._lineage(), opening.members) != sender:
             return
-        if last is None or last.parent != opening.parent or opening.attempt > last.attempt:
-            if opening.attempt > MOST_ATTEMPTS:
+        if not self._last().may_open(opening, frozenset(member.peer for member in opening.members)):
+            return
+        signed = last.attempt if last is not None and last.parent == opening.parent else -1
+        if last is None or opening.attempt > signed:
+            if opening.attempt > signed + ATTEMPTS_AHEAD:
                 return
             self._sign(opening)
             last = opening
@@ -1399,7 +1406,7 @@ class SyncCore:
             attempt.signers.add(sender)
             self._open_if_signed()
         elif body.attempt >= attempt.opening.attempt:
-            attempt.above = max(attempt.above, min(body.attempt, MOST_ATTEMPTS - 1))
+            attempt.above = max(attempt.above, body.attempt)
 
     def _open_if_signed(self) -> None:
         attempt = self._slot.opening
