@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from volunteer_kit.swarm.sync.contributions import Answer, Share
-from volunteer_kit.swarm.sync.messages import AnswersHeld, ExchangeEnded, Proven, Round, StartExchange
+from volunteer_kit.swarm.sync.messages import AnswersHeld, ExchangeEnded, Round, StartExchange
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process
@@ -212,7 +212,7 @@ class Exchanges:
         process.held.update(answer.digest for answer in here)
         if process.witness is not None:
             for verdict in process.witness.see_answers(exchange.round.fingerprint, here):
-                process.handle(Proven(verdict))
+                process.prove(verdict)
         process.handle(ExchangeEnded(exchange.round.fingerprint, tuple(here)))
 
 

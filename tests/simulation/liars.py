@@ -91,7 +91,10 @@ def other_entry(entry: Entry) -> Entry:
 
 
 class DoubleProposer(Liar):
-    """Proposes two entries at one ballot, votes for both, and spreads both certificates."""
+    """Proposes two entries at one ballot, votes for both, and spreads both certificates.
+
+    In some slots each member gets one of them, in others everybody gets both.
+    """
 
     def __init__(self, sim: Simulation):
         super().__init__(sim)
@@ -103,10 +106,11 @@ class DoubleProposer(Liar):
         if isinstance(action, Send) and isinstance(action.message.body, Propose):
             body = action.message.body
             peers = sorted(process.core.log.last.membership.view)
-            if action.to in peers and peers.index(action.to) % 2:
+            if action.to in peers and (peers.index(action.to) % 2 or body.entry.parent[0] % 2):
                 second = other_entry(body.entry)
                 self._second[second.lineage] = (body.ballot, second)
-                return [Send(action.to, Message(action.message.head, replace(body, entry=second)))]
+                changed = Send(action.to, Message(action.message.head, replace(body, entry=second)))
+                return [changed, action] if body.entry.parent[0] % 2 else [changed]
         return [action]
 
     def hear(self, process: Process, sender: str, message: Message) -> None:

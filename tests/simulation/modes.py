@@ -128,7 +128,7 @@ def _one_fault(rng: random.Random, names: list[str], weights: list[int], at: flo
     if kind == "crash":
         return Fault(at, "crash", (one,), amount=rng.choice((0, 0, 1, 2, 3, 5, 8)))
     if kind == "crash upon":
-        return Fault(at, "crash", (one,), what=_upon(rng))
+        return Fault(at, "upon", (one,), what=_upon(rng))
     if kind in ("cut", "one way"):
         other = rng.choice([name for name in names if name != one])
         return Fault(at, "cut", (one, other), seconds, what="one way" if kind == "one way" else "")
@@ -145,30 +145,38 @@ def _one_fault(rng: random.Random, names: list[str], weights: list[int], at: flo
 
 
 def _upon(rng: random.Random) -> str:
-    return rng.choice(("", "before ")) + rng.choice(("vote", "promise", "propose"))
+    deed = rng.choice(("crash", "crash before", "crash", "crash before", "leave"))
+    return f"{deed} {rng.choice(('vote', 'promise', 'propose'))}"
+
+
+NASTY = (("upon", 5), ("actions", 3), ("pause", 1), ("pause upon", 3), ("duel", 3), ("cut", 2), ("leave", 1))
 
 
 def nasty(seed: int) -> Schedule:
     """Votes, promises and proposals of 2-5 peers are late by 0.2-12 s, lost, or crashed upon."""
     rng = random.Random(f"nasty-{seed}")
     founders = rng.choice((2, 3, 3, 3, 4, 4, 5))
-    newcomers = rng.choice((0, 0, 0, 1))
+    newcomers = rng.choice((0, 0, 1, 2))
     public = max(1, founders - rng.choice((0, 0, 0, 1, 2)))
     peers, target = _peers(rng, founders + newcomers, public, founders, rng.uniform(1, 4))
     names = [peer.member.peer for peer in peers]
     quiet_from = rng.uniform(60, 200)
-    faults = [Fault(rng.uniform(1, 20), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
+    faults = [Fault(rng.uniform(1, 60), "join", (peer.member.peer,)) for peer in peers if not peer.founder]
     faults.append(Fault(1.0, "trouble", (), quiet_from - 1.0, amount=rng.uniform(0.03, 0.4), what="deciding"))
     for _ in range(rng.randint(0, 20)):
         at = rng.uniform(2, quiet_from - 1)
         one = rng.choice(names)
-        kind = rng.choices(("upon", "actions", "pause", "pause upon", "cut", "leave"), (5, 3, 1, 4, 2, 0.7))[0]
+        kind = rng.choices([kind for kind, _ in NASTY], [weight for _, weight in NASTY])[0]
         seconds = min(rng.uniform(1, 10), quiet_from - at)
         if kind == "upon":
-            faults.append(Fault(at, "crash", (one,), what=_upon(rng)))
+            faults.append(Fault(at, "upon", (one,), what=_upon(rng)))
         elif kind == "pause upon":
-            upon = rng.choice(("propose", "propose", "promise", "vote"))
-            faults.append(Fault(at, "pause", (one,), seconds, what=upon))
+            said = rng.choice(("propose", "promise", "vote"))
+            faults.append(Fault(at, "upon", (one,), seconds, what=f"pause {said}"))
+        elif kind == "duel":  # the leader stands still while another one is promised; its word comes late
+            seconds = min(rng.uniform(3, 8), quiet_from - at)
+            faults.append(Fault(at, "upon", tuple(names), seconds, what="pause propose"))
+            faults.append(Fault(at, "upon", tuple(names), what=rng.choice(("crash promise", "crash vote"))))
         elif kind == "actions":
             faults.append(Fault(at, "crash", (one,), amount=rng.randint(1, 12)))
         elif kind == "cut":

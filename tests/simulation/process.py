@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 MODULUS = (1 << 61) - 1
 GENESIS_PARAMETERS = 1
+PROOF_SECONDS = 0.3
 MOST_EVENTS = 60_000  # of one seed: peers that talk without an end
 SIDES = {"vote": Vote, "promise": Promise, "propose": Propose}  # messages upon which a crash can be planned
 
@@ -85,6 +86,15 @@ def step_parameters(parameters: int, entry: Entry) -> int:
     for answer in entry.answers:
         parameters = (parameters * 1_000_003 + int.from_bytes(answer.digest[:7], "big") + answer.cells) % MODULUS
     return (parameters * 1_000_003 + 1) % MODULUS
+
+
+class Upon(NamedTuple):
+    """What befalls a peer at the moment when it says something."""
+
+    deed: str  # crash, pause or leave; "crash before": it is not said any more
+    said: str  # vote, promise or propose
+    seconds: float  # of a pause
+    done: list[bool]  # shared by all peers of one fault: it befalls the first of them
 
 
 class Disk:
@@ -133,8 +143,7 @@ class Process:
         self._up_seconds = 0.0
         self._started = 0.0  # s
         self.crash_after: int | None = None  # actions
-        self.crash_upon: str | None = None  # vote, promise or propose, when it is said
-        self.pause_upon: tuple[str, float] | None = None  # the same, and for how many seconds
+        self.upon: list[Upon] = []  # what is planned for the moment when it says something
         self.phase: Phase | None = None
         self.phase_since = 0.0  # s of true time
         self.banned: set[str] = set()
@@ -203,7 +212,8 @@ class Process:
         self._started = sim.clock.now
         self.leaving_since = None
         self.up, self.paused = True, False
-        self.crash_after = self.crash_upon = self.pause_upon = None
+        self.crash_after = None
+        self.upon.clear()
         self.phase = None
         self.held = set(disk.held)
         self.received = {}
@@ -265,12 +275,28 @@ class Process:
         """Nothing runs, and messages wait."""
         self.paused = True
 
-    def _pause_here(self, seconds: float) -> None:
-        """Pause amid the actions: what is sent from here on leaves when it runs again."""
-        self.pause_upon = None
-        self.sim.network.stalled[self.name] = self.sim.clock.now + seconds
-        self.pause()
-        self.sim.clock.after(seconds, self.resume)
+    def _befallen(self, said: type) -> bool:
+        """Do what was planned for the moment when it says this.
+
+        :returns: whether it dies before it is said
+        """
+        for plan in list(self.upon):
+            if plan.done[0]:
+                self.upon.remove(plan)
+            elif said is SIDES[plan.said]:
+                plan.done[0] = True
+                if plan.deed == "pause":  # what is sent from here on leaves when it runs again
+                    self.sim.network.stalled[self.name] = self.sim.clock.now + plan.seconds
+                    self.pause()
+                    self.sim.clock.after(plan.seconds, self.resume)
+                elif plan.deed == "leave":
+                    self.sim.clock.after(0.0, self.leave)
+                elif plan.deed == "crash before":
+                    self.crash()
+                    return True
+                else:
+                    self.crash_after = 0
+        return False
 
     def resume(self) -> None:
         """Everything that waited comes at once."""
@@ -297,8 +323,12 @@ class Process:
             self.liar.hear(self, sender, message)
         if self.witness is not None:
             for verdict in self.witness.see(sender, message):
-                self.handle(Proven(verdict))
+                self.prove(verdict)
         self.handle(Received(sender, message))
+
+    def prove(self, verdict: Verdict) -> None:
+        """A proof is found; checking it takes a moment, in which the core goes on."""
+        self.sim.clock.after(PROOF_SECONDS, self.handle, Proven(verdict))
 
     def see(self, member: Member, speed: float) -> None:
         """Discovery finds a peer."""
@@ -494,14 +524,8 @@ class Process:
         message = action.message
         if action.to in self.banned:
             return
-        upon = self.crash_upon
-        if upon is not None and type(message.body) is SIDES[upon.removeprefix("before ")]:
-            if upon.startswith("before "):
-                self.crash()
-                return
-            self.crash_after = 0
-        if self.pause_upon is not None and type(message.body) is SIDES[self.pause_upon[0]]:
-            self._pause_here(self.pause_upon[1])
+        if self.upon and self._befallen(type(message.body)):
+            return
         new = sim.signatures.sign(self.name, message)
         if new:
             sim.invariants.said(self, new)

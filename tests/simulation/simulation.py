@@ -13,7 +13,7 @@ from tests.simulation.invariants import Invariants, Violation
 from tests.simulation.liars import Liar, Witness, make_liar
 from tests.simulation.liveness import Liveness
 from tests.simulation.network import CALM, Line, Network, Trouble
-from tests.simulation.process import GENESIS_PARAMETERS, Plan, Process
+from tests.simulation.process import GENESIS_PARAMETERS, Plan, Process, Upon
 from tests.simulation.schedule import Fault, PeerPlan, Schedule
 from tests.simulation.signatures import Signatures
 from volunteer_kit.swarm.sync.log import LogItem, Member, RollbackOrder, Verdict
@@ -232,22 +232,25 @@ class Simulation:
     def _named(self, fault: Fault) -> list[Process]:
         return [self.processes[peer] for peer in fault.peers if peer in self.processes]
 
+    def _do_upon(self, fault: Fault) -> None:
+        deed, said = fault.what.rsplit(" ", 1)
+        upon = Upon(deed, said, fault.seconds, [False])
+        for process in self._named(fault):
+            if process.up and process.liar is None:
+                process.upon.append(upon)
+
     def _do_crash(self, fault: Fault) -> None:
         for process in self._named(fault):
             if not process.up or process.left:
                 continue
-            if fault.what:
-                process.crash_upon = fault.what
-            elif fault.amount:
+            if fault.amount:
                 process.crash_after = int(fault.amount)
             else:
                 process.crash()
 
     def _do_pause(self, fault: Fault) -> None:
         for process in self._named(fault):
-            if process.up and fault.what:
-                process.pause_upon = (fault.what, fault.seconds)
-            elif process.up:
+            if process.up:
                 process.pause()
                 self.clock.after(fault.seconds, process.resume)
 
@@ -384,7 +387,8 @@ class Simulation:
         self.network.trouble = CALM
         self._troubles.clear()
         for process in list(self.processes.values()):
-            process.crash_after = process.crash_upon = process.pause_upon = None
+            process.crash_after = None
+            process.upon.clear()
             if process.paused:
                 process.resume()
             if process.liar is not None:

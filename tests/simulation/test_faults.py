@@ -45,10 +45,11 @@ def a_fault(names: list[str]) -> st.SearchStrategy[Fault]:
     some = st.lists(st.sampled_from(names), min_size=1, max_size=len(names) - 1, unique=True).map(tuple)
     at = st.integers(1, 30).map(float)
     seconds = st.sampled_from((1.0, 3.0, 9.0))
-    upon = st.sampled_from(("vote", "before vote", "promise", "before promise", "propose", "before propose"))
+    deeds = st.sampled_from(("crash", "crash before", "pause", "leave"))
+    upon = st.builds(lambda deed, said: f"{deed} {said}", deeds, st.sampled_from(("vote", "promise", "propose")))
     return st.one_of(
         st.builds(make, at, st.just("crash"), one, st.just(0.0), st.integers(0, 12).map(float)),
-        st.builds(make, at, st.just("crash"), one, st.just(0.0), st.just(0.0), upon),
+        st.builds(make, at, st.just("upon"), some, st.just(5.0), st.just(0.0), upon),
         st.builds(make, at, st.just("pause"), one, seconds),
         st.builds(make, at, st.just("cut"), two, seconds, st.just(0.0), st.sampled_from(("", "one way"))),
         st.builds(make, at, st.just("partition"), some, seconds),
