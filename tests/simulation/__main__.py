@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--whole", action="store_true", help="with --show: do not shrink")
     parser.add_argument("--everything", action="store_true", help="with --show: heartbeats and timers too")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--plant", metavar="NAME", help="with --show: this fault in the core; see planted.py")
     parser.add_argument("--planted", action="store_true", help="the planted faults only")
     parser.add_argument("--clean", action="store_true", help="no planted faults")
     options = parser.parse_args(arguments)
     if options.show is not None:
-        show(options.mode or mode_of(options.show), options.show, options.everything, options.whole)
+        from tests.simulation.planted import PLANTED, patched
+
+        mode = options.mode or (PLANTED[options.plant].mode if options.plant else mode_of(options.show))
+        with patched(options.plant) if options.plant else nullcontext():
+            show(mode, options.show, options.everything, options.whole)
         return 0
     began = time.monotonic()
     summary: dict[str, Any] = {"violations": 0, "seeds": 0, "commits": 0}

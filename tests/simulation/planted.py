@@ -97,6 +97,10 @@ def _accepts_born_again(original: Any, self: Judge, body: Propose) -> Any:
     return original(self, body)
 
 
+def _leaves_at_any_ballot(original: Any, self: Membership, goodbyes: Any, slot: bytes, ballot: Ballot) -> Any:
+    return original(self, [replace(each, promised=LOWEST) for each in goodbyes], slot, ballot)
+
+
 def _counts_twice(original: Any, self: Ledger, lineage: bytes, peer: str, answers: Any) -> Any:
     before = dict(self._live)
     settled = original(self, lineage, peer, answers)
@@ -235,6 +239,23 @@ PLANTED: dict[str, Planted] = {
         "nasty",
         "a leaver that accepted something votes for that",
         ((Membership, "left", lambda self, goodbyes, slot, ballot: frozenset(each.peer for each in goodbyes)),),
+    ),
+    "a goodbye counts at any ballot": Planted(
+        "nasty", "a goodbye counts from the leaver's promise on", (around(Membership, "left", _leaves_at_any_ballot),)
+    ),
+    "a round is entered twice": Planted(
+        "broad", "a sender sends once under a fingerprint", ((Ledger, "rounds", lambda self, slot: ()),)
+    ),
+    "nobody greets the silent": Planted(
+        "broad", "branches meet again", ((SyncCore, "_greet_somebody", lambda self: None),)
+    ),
+    "a leader may take for ever": Planted(
+        "liar", "a ballot without a commit ends", ((SyncCore, "_ballot_is_old", lambda self: False),)
+    ),
+    "any report binds": Planted(
+        "liar",
+        "only what may have been certified binds",
+        ((leading, "is_quorum", lambda electorate, agreeing, left=frozenset(): True),),
     ),
     "head and accounts in two writes": Planted(
         "broad", "head, accounts and contributions change in one write", (around(Process, "_persist", _writes_twice),)
