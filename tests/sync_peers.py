@@ -82,6 +82,7 @@ class Swarm:
         self.actions: list[tuple[str, Action]] = []
         self.rounds: dict[bytes, tuple[Round, dict[str, tuple[Share, ...]]]] = {}  # with what each member sends
         self.passes: Passes = everything
+        self.had: Callable[[bytes], tuple[Answer, ...]] = lambda fingerprint: ()  # when an exchange was ended early
         self.ends_exchanges = True  # of each round, in the second in which it begins
         self.serves_answers = True
         self.snapshot_seconds: float | None = 0.0  # None: nobody serves one
@@ -165,7 +166,7 @@ class Swarm:
         elif isinstance(action, StartExchange):
             self.rounds.setdefault(action.round.fingerprint, (action.round, {}))[1][peer] = action.shares
         elif isinstance(action, EndExchange):
-            self.queue.append((peer, peer, ExchangeEnded(action.fingerprint, ())))
+            self.queue.append((peer, peer, ExchangeEnded(action.fingerprint, self.had(action.fingerprint))))
         elif isinstance(action, FetchAnswers) and self.serves_answers:
             self.queue.append((peer, peer, AnswersHeld(action.digests)))
         elif isinstance(action, FetchSnapshot) and action.source in self.cores and self.snapshot_seconds is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from tests.sync_peers import ALL_CELLS, CELLS, Swarm, among, everything, without
+from tests.sync_peers import ALL_CELLS, CELLS, Swarm, among, everything
 from volunteer_kit.swarm.sync import leading
-from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.ballots import Ballot, leader_order
 from volunteer_kit.swarm.sync.contacts import MOST_CONTACTS, Contacts
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Share
 from volunteer_kit.swarm.sync.log import (
@@ -29,7 +30,6 @@ from volunteer_kit.swarm.sync.messages import (
     AskOpening,
     BallotRecord,
     Begin,
-    EndExchange,
     FetchSnapshot,
     Held,
     Items,
@@ -49,6 +49,7 @@ from volunteer_kit.swarm.sync.messages import (
     SignOpening,
     Sketches,
     Snapshot,
+    SnapshotTaken,
     Topic,
     Vote,
 )
@@ -85,7 +86,7 @@ def asks_at(swarm: Swarm, peer: str) -> list[Ballot]:
     return [body.ballot for body in swarm.said(peer, Ask)]
 
 
-def persisted_before(actions: list[Action], kind: type, holds) -> bool:
+def persisted_before(actions: list[Action], kind: type, holds: Callable[[BallotRecord], bool]) -> bool:
     """Whether a ballot record for which `holds` is true was written before the first message of this kind."""
     written = False
     for action in actions:
@@ -335,3 +336,425 @@ def test_leavers_of_the_group_do_not_stop_the_slot(proposal_arrives):
     swarm.train(120, peers=living)
     assert min(swarm[peer].head.epoch for peer in living) > 10
     assert len({swarm[peer].head.lineage for peer in living}) == 1
+
+
+# --- leaders ---
+
+
+@pytest.mark.parametrize("liar", ["x", "the last member"])
+def test_an_invented_accepted_entry_binds_no_leader(liar):
+    swarm = Swarm()
+    dead, heir, *_ = swarm.order
+    liar = swarm.order[-1] if liar == "the last member" else liar
+    swarm.passes = lambda sender, to, body: dead not in (sender, to) and (sender, type(body)) != (liar, Promise)
+    living = [peer for peer in swarm.order if peer != dead]
+    group = tuple(sorted({*swarm.members, Member(liar, liar, True)}))
+    answers = (Answer(ALL_CELLS, liar, b"poison", (Share(liar, 0, 0, 40, ALL_CELLS),)),)
+    at = Ballot(10**6, liar)
+    fake = Entry(0, 0, 0, swarm.genesis.head.lineage, at, b"nothing", group, answers, 0)
+
+    def lie() -> None:
+        for ballot in asks_at(swarm, heir):
+            swarm.say(liar, heir, Promise(ballot, fake, at))
+
+    swarm.train(40, peers=living, attack=lie)
+    assert min(swarm[peer].head.epoch for peer in living) > 5
+    digests = {answer.digest for item in swarm.applied(heir) for answer in item.step.answers}
+    assert b"poison" not in digests
+
+
+def test_a_leader_cannot_add_members_that_bring_nothing():
+    swarm = Swarm()
+    leader, *voters = swarm.order
+    entry = proposed(swarm)
+    fakes = tuple(Member(f"z{number}", f"z{number}", False) for number in range(20))
+    crowded = replace(entry, group=tuple(sorted(entry.group + fakes)))
+    for voter in voters:
+        swarm.say(leader, voter, Propose(Ballot(0, leader), crowded, ()))
+        assert swarm[voter].ballot.accepted is None
+
+
+def test_a_leader_that_one_member_alone_hears_is_replaced():
+    swarm = Swarm()
+    swarm.train(5)
+    leader, only = swarm.order[0], swarm.order[1]
+    swarm.passes = lambda sender, to, body: sender != leader or to == only
+    before = swarm.epochs
+    swarm.train(120)
+    others = [peer for peer in swarm.order if peer != leader]
+    assert min(swarm[peer].head.epoch for peer in others) > before + 20
+
+
+def test_endless_rounds_at_one_ballot_cost_one_turn():
+    swarm = Swarm()
+    leader, *others = swarm.order
+    numbers = iter(range(1, 1000))
+    swarm.passes = among(others)
+
+    def begin_again() -> None:
+        group = [(member, 1000 if member.peer == leader else 0, 10.0) for member in swarm.members]
+        for peer in others:
+            plan = leading.make_round(
+                swarm[peer].head.lineage, Ballot(0, leader), next(numbers), group, CELLS, 60.0, 20.0
+            )
+            swarm.say(leader, peer, Begin(plan))
+
+    swarm.train(60, peers=others, attack=begin_again)
+    assert min(swarm[peer].head.epoch for peer in others) > 10
+
+
+def test_a_round_without_a_finite_bound_is_refused():
+    swarm = Swarm()
+    leader, *others = swarm.order
+    group = [(member, 1000 if member.peer == leader else 0, 10.0) for member in swarm.members]
+    for seconds in (float("nan"), float("inf"), -1.0):
+        plan = leading.make_round(swarm.genesis.head.lineage, Ballot(0, leader), 7, group, CELLS, seconds, 2.0)
+        for peer in others:
+            swarm.say(leader, peer, Begin(plan))
+            assert swarm[peer].phase is Phase.COLLECTING
+    swarm.passes = among(others)
+    swarm.train(40, peers=others)
+    assert min(swarm[peer].head.epoch for peer in others) > 5
+
+
+def test_a_reducer_with_wrong_shares_costs_its_slice_only():
+    swarm = Swarm()
+    swarm.ends_exchanges = False
+    liar, seen = swarm.order[1], set()
+
+    def spoil() -> None:
+        for plan, sent in list(swarm.rounds.values()):
+            if plan.fingerprint not in seen and sent:
+                seen.add(plan.fingerprint)
+                wrong = tuple(
+                    answer._replace(digest=b"wrong", shares=(Share("z", 9, 0, 5, answer.cells),))
+                    if answer.reducer == liar
+                    else answer
+                    for answer in swarm.answers(plan)
+                )
+                swarm.end_exchange(plan, wrong)
+
+    swarm.train(100, attack=spoil)
+    assert swarm.epochs > 30
+    digests = [answer.digest for item in swarm.applied("a") for answer in item.step.answers]
+    assert b"wrong" not in digests
+    given = [liar in dict(plan.slices) for plan, _ in list(swarm.rounds.values())[-20:] if plan.ballot.leader != liar]
+    assert given.count(True) < len(given) / 3  # each leader gives it no slices for a while
+
+
+# --- strangers ---
+
+
+def attacked(attack: Callable[[Swarm], None]) -> Swarm:
+    """A swarm that trains for 50 s and is attacked from second 10 on."""
+    swarm = Swarm()
+    swarm.train(10)
+    swarm.train(40, attack=lambda: attack(swarm))
+    return swarm
+
+
+LEAST = 23  # epochs of 25: what an attack from outside may cost
+
+
+@pytest.mark.parametrize("quorum", [True, False])
+def test_a_strangers_lead_with_a_huge_turn_moves_nobody(quorum):
+    swarm = attacked(lambda swarm: swarm.everybody_hears("x", Lead(Ballot(10**9, "x"), quorum)))
+    assert swarm.epochs >= LEAST
+    assert {core.turn for core in swarm.cores.values()} == {0}
+
+
+def test_a_strangers_round_throws_nobody_out_of_the_honest_one():
+    swarm = Swarm()
+    plan = opened_round(swarm)
+    inside = [peer for peer, core in swarm.cores.items() if core.phase is Phase.EXCHANGING]
+    ballot = Ballot(10**9, "x")
+    genuine = leading.make_round(swarm.genesis.head.lineage, ballot, 1, [(STRANGER, 9, 9.0)], CELLS, 1.0, 1.0)
+    for garbage in (genuine, genuine._replace(fingerprint=b"x"), genuine._replace(group=(), slices=())):
+        swarm.everybody_hears("x", Begin(garbage))
+    assert [peer for peer, core in swarm.cores.items() if core.phase is Phase.EXCHANGING] == inside
+    swarm.end_exchange(plan)
+    swarm.deliver()
+    assert swarm.epochs == 1
+
+
+def test_rounds_of_strangers_do_not_slow_the_swarm():
+    def begin(swarm: Swarm) -> None:
+        ballot = Ballot(10**9 + int(swarm.now), "x")
+        for peer, core in swarm.cores.items():
+            plan = leading.make_round(core.head.lineage, ballot, 1, [(STRANGER, 9, 9.0)], CELLS, 1.0, 1.0)
+            swarm.say("x", peer, Begin(plan))
+
+    assert attacked(begin).epochs >= LEAST
+
+
+def test_a_strangers_refusal_stops_no_election():
+    swarm = Swarm()
+    dead, *living = swarm.order
+    swarm.passes = among(living)
+    ballots = (Ballot(0, dead), Ballot(10**9, "x"))
+    attack = [Refuse(ballot, promised) for ballot in ballots for promised in (True, False)]
+    swarm.train(60, peers=living, attack=lambda: [swarm.everybody_hears("x", body) for body in attack])
+    assert min(swarm[peer].head.epoch for peer in living) > 10
+
+
+def test_a_strangers_ask_at_the_beginning_of_a_slot_binds_nobody():
+    seen: dict[str, bytes] = {}
+
+    def ask(swarm: Swarm) -> None:
+        for peer, core in swarm.cores.items():
+            if seen.get(peer) != core.head.lineage:
+                seen[peer] = core.head.lineage
+                swarm.say("x", peer, Ask(Ballot(1000 + core.head.epoch, "x")))
+
+    swarm = attacked(ask)
+    assert swarm.epochs >= LEAST
+    assert swarm.said("a", Promise) == []
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        pytest.param({"bandwidth": float("nan")}, id="bandwidth nan"),
+        pytest.param({"bandwidth": float("inf")}, id="bandwidth inf"),
+        pytest.param({"bandwidth": -5.0}, id="bandwidth below 0"),
+        pytest.param({"samples": -(10**9)}, id="samples below 0"),
+        pytest.param({"round_seconds": float("nan")}, id="round nan"),
+        pytest.param({"vote_seconds": -1.0}, id="vote below 0"),
+        pytest.param({"alone_for": float("inf")}, id="alone for ever"),
+        pytest.param({"member": Member("a", "a", True), "samples": 10**6}, id="another peer"),
+    ],
+)
+def test_a_report_that_makes_no_sense_is_not_heard(lie):
+    def report(swarm: Swarm) -> None:
+        for peer, core in swarm.cores.items():
+            told = {
+                "member": STRANGER,
+                "samples": 1,
+                "bandwidth": 10.0,
+                "round_seconds": None,
+                "vote_seconds": None,
+                "alone_for": 0.0,
+            }
+            swarm.say("x", peer, Report(Ballot(core.turn, swarm.order[0]), **{**told, **lie}))
+
+    swarm = attacked(report)
+    assert swarm.epochs >= LEAST
+    assert all(member.peer != "x" for plan, _ in swarm.rounds.values() for member in plan.group)
+
+
+def test_a_newcomer_that_reduces_nothing_costs_some_slices_only():
+    """It says that its line is the fastest, and answers never."""
+    swarm = Swarm()
+    ended = set()
+
+    def attack() -> None:
+        for peer, core in swarm.cores.items():
+            report = Report(Ballot(core.turn, swarm.order[0]), STRANGER, 1, 9e8, None, None, 0.0)
+            swarm.say("x", peer, report)
+        for plan, _ in list(swarm.rounds.values()):
+            if plan.fingerprint not in ended and "x" not in dict(plan.slices):
+                ended.add(plan.fingerprint)
+                swarm.end_exchange(plan)
+
+    def all_but_its_own(fingerprint: bytes) -> tuple[Answer, ...]:
+        return tuple(answer for answer in swarm.answers(swarm.rounds[fingerprint][0]) if answer.reducer != "x")
+
+    swarm.train(20)
+    before, swarm.had, swarm.ends_exchanges = swarm.epochs, all_but_its_own, False
+    swarm.train(120, attack=attack)
+    assert swarm.epochs >= before + 15
+
+
+def test_contacts_are_bounded_and_those_that_speak_are_kept():
+    contacts = Contacts(5.0)
+    contacts["a"].heard = 1.0
+    for number in range(MOST_CONTACTS + 100):
+        contacts[f"s{number}"].heard = 0.0
+    assert len(list(contacts)) == MOST_CONTACTS
+    assert "a" in dict(contacts)
+
+
+# --- branches ---
+
+
+def test_strangers_open_no_branch_for_an_isolated_peer():
+    swarm = Swarm()
+    swarm.train(10)
+    swarm.passes = lambda sender, to, body: False
+    swarm.wait(16)
+    assert {core.phase for core in swarm.cores.values()} == {Phase.ISOLATED}
+    for peer, core in swarm.cores.items():
+        head = core.head
+        opening = Opening(*head.order, head.epoch, head.lineage, 0, (STRANGER,))
+        item = core.log.last.after_opening(opening, frozenset("x"))
+        swarm.say("x", peer, Items(head.lineage, (item,)), item.head)
+        assert core.head == head
+
+
+@pytest.mark.parametrize("attack", ["none", "signs", "asks for a huge attempt"])
+def test_survivors_open_their_branch_whatever_a_stranger_does(attack):
+    swarm = Swarm()
+    pair, head = swarm.order[:2], swarm.genesis.head
+    strangers = [f"x{number}" for number in range(100)]
+
+    def lie() -> None:
+        for peer in pair if attack != "none" else ():
+            name = next(each for each in strangers if leader_order(head.lineage, (each, peer))[0] == each)
+            liar = Member(name, name, True)
+            if attack == "signs":
+                for asked in swarm.said(pair[0], AskOpening) + swarm.said(pair[1], AskOpening):
+                    swarm.say(liar.peer, peer, SignOpening(asked.opening.lineage, asked.opening.attempt))
+                    swarm.say(liar.peer, peer, SignOpening(asked.opening.lineage, 10**9))
+            else:
+                members = tuple(sorted((liar, swarm[peer].me)))
+                opening = Opening(*head.order, head.epoch, head.lineage, 10**9, members)
+                swarm.say(liar.peer, peer, AskOpening(opening))
+
+    swarm.passes = among(pair)
+    swarm.train(150, peers=pair, attack=lie)
+    for peer in pair:
+        assert any(isinstance(item.step, Opening) for item in swarm.applied(peer))
+        assert swarm[peer].head.epoch > 5
+
+
+# --- rollback orders ---
+
+
+def rollback(swarm: Swarm, peer: str = "a", place: int = 1) -> RollbackOrder:
+    """The monitor's order to go back to an item of this peer's log."""
+    return RollbackOrder(1, 1, swarm[peer].head.epoch, swarm[peer].log.items[place].head.lineage, swarm.members)
+
+
+def test_a_rollback_order_in_items_that_extend_a_replay_is_taken():
+    swarm = Swarm("abcd", target=4)
+    swarm.passes = among("abc")
+    swarm.train(10, 2, "abc")
+    items = swarm["a"].log.items
+    order = rollback(swarm)
+    ordered = items[2].after_order(order)
+    answers = (Answer(ALL_CELLS, "a", b"new", (Share("a", 99, order.epoch, 4, ALL_CELLS),)),)
+    entry = Entry(1, 1, order.epoch, order.lineage, Ballot(0, "a"), b"f", swarm.members, answers, 0)
+    last = ordered.after_entry(entry, Certificate(entry.lineage, Ballot(0, "a"), frozenset("abcd")))
+    swarm.serves_answers = False
+    swarm.say("a", "d", Items(swarm.genesis.head.lineage, items[1:3]), items[2].head)
+    assert swarm["d"].phase is Phase.CATCHING_UP
+    swarm.say("a", "d", Items(items[2].head.lineage, (ordered, last)), last.head)
+    steps = [item.step for item in (*items[1:3], last)]
+    swarm.happen("d", AnswersHeld(frozenset(answer.digest for step in steps for answer in step.answers)))
+    assert swarm["d"].head == last.head
+    assert order.lineage in swarm["d"].log and is_chain(swarm["d"].log.items)
+    assert len(swarm.told("d", Topic.ROLLED_BACK)) == 1
+
+
+def test_a_rollback_that_a_snapshot_brings_is_a_rollback():
+    by_order, by_snapshot = (Swarm("abcd") for _ in range(2))
+    for swarm in (by_order, by_snapshot):
+        swarm.train(10, 2)
+        swarm.compute(1)
+        order = rollback(swarm)
+        told = "abcd" if swarm is by_order else "acd"
+        for peer in told:
+            swarm.happen(peer, Received("monitor", Message(None, Order(order))))
+        swarm.passes = among("acd")
+        swarm.train(3, 2, "acd")
+    by_snapshot.snapshot_seconds = 0.0
+    head = by_snapshot["a"].head
+    swarm = by_snapshot
+    swarm.say("a", "b", Items(None, ()), head)
+    swarm.wait(1, "b")
+    assert swarm["b"].head.order == (1, 1)
+    assert Cause.LOST_BRANCH not in swarm["b"].ledger.expired
+    assert swarm["b"].ledger.expired[Cause.ROLLBACK] == by_order["b"].ledger.expired[Cause.ROLLBACK]
+    assert swarm["b"].ledger.committed == by_order["b"].ledger.committed
+
+
+# --- snapshots and damage ---
+
+
+def test_a_claimed_huge_head_costs_few_snapshots():
+    swarm = Swarm("abc", target=4)
+    swarm.train(10, 2)
+    useless = Snapshot(swarm["b"].log.items[:3], Accounts())
+    huge = Head(0, 0, 10**6, b"zzz", 10**18)
+    swarm.snapshot_seconds = None
+    before = len(swarm.done("b", FetchSnapshot))
+
+    def claim() -> None:
+        swarm.say("x", "b", Items(None, ()), huge)
+        while len(swarm.done("b", FetchSnapshot)) > before + len(answered):
+            answered.append(useless)
+            swarm.happen("b", SnapshotTaken(useless))
+
+    answered: list[Snapshot] = []
+    swarm.train(60, attack=claim)
+    assert 1 <= len(answered) <= 4
+    assert swarm.epochs > 20
+
+
+def with_sketches(swarm: Swarm, seconds: int) -> None:
+    """Train while each process sketches its parameters."""
+    swarm.train(seconds, attack=swarm.sketch)
+
+
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+def test_a_damaged_peer_is_repaired_though_snapshots_are_slower_than_epochs(client, seconds):
+    swarm = Swarm(clients="e" if client else "", snapshot_patience=120.0)
+    swarm.snapshot_seconds = seconds
+    with_sketches(swarm, 10)
+    swarm.damaged = {"e"}
+    with_sketches(swarm, 60)
+    assert swarm.told("e", Topic.DRIFTED) != []
+    assert swarm.done("e", Repair) != []
+    assert swarm.damaged == set()
+    assert swarm["e"].head == swarm["a"].head
+    assert swarm["e"].computes
+
+
+def test_a_damaged_leader_steps_down_and_the_others_go_on():
+    """Nobody serves it a snapshot, so it stays damaged."""
+    swarm = Swarm()
+    swarm.snapshot_seconds = None
+    leader = swarm.order[0]
+    swarm.damaged = {leader}
+    with_sketches(swarm, 90)
+    assert swarm.told(leader, Topic.DRIFTED) != []
+    assert swarm.epochs > 10
+    assert not swarm[leader].computes
+    late = [item for item in swarm.applied("a") if item.head.epoch > 10]
+    assert all(leader not in item.certificate.voters for item in late)
+
+
+@pytest.mark.parametrize("sketch", [float("nan"), float("inf"), 7.0], ids=str)
+def test_a_sketch_that_is_no_number_shows_damage(sketch):
+    swarm = Swarm()
+    with_sketches(swarm, 10)
+    item = swarm["b"].log.items[-1]
+    parent = item.step.parent
+    votes = [(peer, Vote(Ballot(0, "a"), item.head.lineage, sketch if peer == "b" else 1.0)) for peer in "abcde"]
+    swarm.say("a", "b", Sketches(parent, tuple(votes)))
+    assert len(swarm.told("b", Topic.DRIFTED)) == 1
+
+
+def test_votes_for_other_entries_show_no_damage():
+    swarm = Swarm()
+    with_sketches(swarm, 10)
+    *_, before, item = swarm["b"].log.items
+    old = Vote(Ballot(0, "a"), before.head.lineage, 7.0)
+    fresh = Vote(Ballot(0, "a"), item.head.lineage, 1.0)
+    votes = tuple((peer, old if peer == "b" else fresh) for peer in "abcde")
+    swarm.say("c", "b", Sketches(item.step.parent, votes))
+    strangers = tuple((peer, replace(fresh, sketch=7.0)) for peer in "uvwxyz")
+    swarm.say("c", "b", Sketches(item.step.parent, (("b", fresh), *strangers)))
+    assert swarm.told("b", Topic.DRIFTED) == []
+
+
+def test_late_votes_of_strangers_show_no_damage():
+    swarm = Swarm()
+    with_sketches(swarm, 10)
+    for leader in swarm.cores:
+        for item in swarm[leader].log.items[1:]:
+            for stranger in "uvwxyz":
+                swarm.say(stranger, leader, Vote(Ballot(0, leader), item.head.lineage, 55.0), swarm.genesis.head)
+    swarm.deliver()
+    assert all(swarm.told(peer, Topic.DRIFTED) == [] for peer in swarm.cores)
