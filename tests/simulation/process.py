@@ -27,6 +27,7 @@ from volunteer_kit.swarm.sync.messages import (
     FetchSnapshot,
     HeadRecord,
     LeaveRequested,
+    Measured,
     Message,
     OpeningRecord,
     PeerSeen,
@@ -235,7 +236,7 @@ class Process:
         if sim.history is not None:
             sim.history.add(sim.clock.now, self.name, "starts" if self.life == 1 else "starts again")
         self.core = sim.make_core(sim.config(self), self.plan.member, durable, genesis, self.now)
-        self.core.measured_bandwidth(self.plan.uplink)
+        self.handle(Measured(self.plan.uplink))
         self.handle(Started())
         self.see(self.plan.member, self.plan.speed)
 

@@ -74,6 +74,7 @@ from volunteer_kit.swarm.sync.messages import (
     Items,
     Lead,
     LeaveRequested,
+    Measured,
     Message,
     OpeningRecord,
     Order,
@@ -109,6 +110,7 @@ from volunteer_kit.swarm.sync.phases import COMPUTING, Phase, PhaseClock
 from volunteer_kit.swarm.sync.slot import Slot
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
+USUAL_BANDWIDTH: Final = 10.0  # Mbit/s, until the process has measured it
 ATTEMPTS_AHEAD: Final = 8  # of what a peer has signed: nobody can use up the numbers
 STUCK: Final = 3  # times as long as `alone_after`: a quorum in touch that commits nothing opens a branch
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
@@ -158,6 +160,7 @@ class SyncCore:
         self._sketch: tuple[bytes, float] | None = None
         self._damaged = False
         self._leaving = False
+        self._bandwidth = USUAL_BANDWIDTH
         self._computes: bool | None = None
         self._quorum_at = now
         self._replay: tuple[LogItem, ...] = ()
@@ -255,6 +258,9 @@ class SyncCore:
         if event.member.peer != self.me.peer:
             self._contacts[event.member.peer].member = event.member
         self._beliefs.saw(event.member, event.speed)
+
+    def _on_measured(self, event: Measured) -> None:
+        self._bandwidth = event.bandwidth
 
     def _on_computed(self, event: Computed) -> None:
         birth, cause = self._birth(event.lineage)
@@ -397,12 +403,6 @@ class SyncCore:
             self._vote_time.learnt,
             self._now - self._quorum_at,
         )
-
-    _bandwidth = 10.0  # Mbit/s; a process measures it
-
-    def measured_bandwidth(self, mbit: float) -> None:
-        """What this peer's uplink does, in Mbit/s: its share of the reducing follows from it."""
-        self._bandwidth = mbit if self.me.public else 0.0
 
     # --- ballots ---
 
@@ -1616,6 +1616,7 @@ class SyncCore:
         TimerFired: _on_timer,
         Received: _on_received,
         PeerSeen: _on_peer_seen,
+        Measured: _on_measured,
         Computed: _on_computed,
         ExchangeEnded: _on_exchange_ended,
         AnswersHeld: _on_answers_held,

@@ -254,6 +254,13 @@ class PeerSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What this peer's uplink does: its share of the reducing follows from it."""
+
+    bandwidth: float  # Mbit/s
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """The device finished a microbatch on the parameters that had this lineage when it began."""
 
@@ -315,6 +322,7 @@ Event = (
     | TimerFired
     | Received
     | PeerSeen
+    | Measured
     | Computed
     | ExchangeEnded
     | AnswersHeld
