@@ -61,6 +61,6 @@ def a_fault(names: list[str]) -> st.SearchStrategy[Fault]:
 
 
 @given(schedules())
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_the_invariants_hold_whatever_happens(schedule):
     Simulation(schedule).run()
