@@ -1,4 +1,4 @@
-"""A few seeds of this mode; .ci/run runs two thousand of all modes, `python -m tests.simulation` as many as one likes."""
+"""A few seeds of this mode; .ci/run runs two thousand of all modes."""
 
 from __future__ import annotations
 

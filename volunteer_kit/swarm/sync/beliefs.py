@@ -37,6 +37,10 @@ class Beliefs:
         """A record says that this peer's device does `speed` samples per second; others have checked it."""
         self._speeds[member.peer] = (member.account, max(0.0, speed))
 
+    def speed(self, peers: Iterable[str]) -> float:
+        """samples/s of these peers together, as far as records name them."""
+        return sum(self._speeds[peer][1] for peer in peers if peer in self._speeds)
+
     def limit(self, account: str, now: float, epoch_seconds: float, slack: float) -> float:
         """Samples that are believed now.
 

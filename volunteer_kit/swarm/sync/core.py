@@ -328,7 +328,9 @@ class SyncCore:
 
     def _ballot_is_old(self) -> bool:
         """Whether a ballot has lasted so long that its leader does not do its part."""
-        collecting = min(self.config.epoch_deadline, LONG_EPOCH * self.epoch_seconds)
+        speed = self._beliefs.speed([*self._in_touch(), self.me.peer])
+        epoch = max(self.epoch_seconds, self.config.target_batch_size / speed if speed > 0 else 0.0)
+        collecting = min(self.config.epoch_deadline, LONG_EPOCH * epoch)
         patience = collecting + ROUNDS_IN_VAIN * (self._round_time.seconds + self._vote_time.seconds)
         return self._now - self._slot.turn_began > patience
 
