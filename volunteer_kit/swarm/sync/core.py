@@ -162,7 +162,7 @@ class SyncCore:
         self._leaving = False
         self._bandwidth = USUAL_BANDWIDTH
         self._computes: bool | None = None
-        self._quorum_at = now
+        self._quorum_at = self._touched_at = now  # when a leader had a quorum, and when one was in touch
         self._replay: tuple[LogItem, ...] = ()
         self._source: str | None = None  # of the items that are replayed
         self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
@@ -320,6 +320,7 @@ class SyncCore:
             elif self._ballot_is_old():
                 self._refuse(self._ballot_followed(), "nothing is committed")
         self._greet_somebody()
+        self._note_quorum()
         alone = self._now - self._quorum_at
         if self.phase is Phase.COLLECTING and alone > self.config.isolated_after:
             self._move(Phase.ISOLATED)
@@ -403,7 +404,7 @@ class SyncCore:
             self._bandwidth,
             self._round_time.learnt,
             self._vote_time.learnt,
-            self._now - self._quorum_at,
+            self._alone_for(),
         )
 
     # --- ballots ---
@@ -976,7 +977,7 @@ class SyncCore:
         if len(self._held) > 4 * self.config.kept_entries:
             self._held = {digest: epoch for digest, epoch in self._held.items() if epoch > oldest}
         self._persist(self._head_record(), self.ledger.record())
-        self._quorum_at = self._now
+        self._quorum_at = self._touched_at = self._now
         self._enter_slot()
 
     def _settle_in(self) -> None:
@@ -1106,8 +1107,7 @@ class SyncCore:
             self._fetch_snapshot(sender)  # the switch is made in one step
 
     def _may_join_branch(self, suffix: Suffix) -> bool:
-        """From the fork point: as a member; or after `alone_after` without a commit, if no quorum is in touch or the
-        branch has an epoch's worth."""
+        """From the fork point: as a member; or alone, if no leader has a quorum or the branch has an epoch's worth."""
         opening = suffix.items[0].step
         assert isinstance(opening, Opening)
         if self.me in opening.members:
@@ -1116,7 +1116,7 @@ class SyncCore:
         if not any(member.peer in view for member in opening.members) and set(self._in_touch()) & view.keys():
             return False  # strangers open a branch only when everybody has left
         fork = self._fork(suffix)
-        if self._now - self._slot.began < self.config.alone_after - ALONE_SLACK or not fork.is_plausible:
+        if not self._is_alone(ALONE_SLACK) or not fork.is_plausible:
             return False
         return self.phase is Phase.ISOLATED or fork.theirs >= self.config.target_batch_size * self.config.cells
 
@@ -1280,7 +1280,7 @@ class SyncCore:
         self._do(Adopt(snapshot))
         self._damaged = False
         self._replay, self._source = (), None
-        self._quorum_at = self._now
+        self._quorum_at = self._touched_at = self._now
         self._enter_slot()
         self._settle_in()
 
@@ -1345,14 +1345,20 @@ class SyncCore:
 
     # --- branches and rollbacks ---
 
+    def _alone_for(self) -> float:
+        """s that this peer has been alone: no quorum was in touch. A quorum in touch elects a leader; only if nothing
+        comes of that for `STUCK` times as long, because its accepted proposal is lost, does it count as well."""
+        return max(self._now - self._touched_at, (self._now - self._quorum_at) / STUCK)
+
     def _is_alone(self, slack: float) -> bool:
-        """Whether no quorum has been in touch for `alone_after`. While one is, it elects a leader; only if that fails
-        for long, because its accepted proposal is lost, may it open a branch."""
+        """Whether this peer may open a branch, or follow one of which it is no member."""
+        return self._alone_for() >= self.config.alone_after - slack
+
+    def _note_quorum(self) -> None:
         in_touch = {*self._in_touch(), self.me.peer}
-        quorum = is_quorum(self._electorate(), in_touch, self._left())
         somebody_public = self.me.public or bool(in_touch & set(self._contacts.public()))
-        patience = self.config.alone_after * (STUCK if quorum and somebody_public else 1)
-        return self._now - self._quorum_at >= patience - slack
+        if somebody_public and is_quorum(self._electorate(), in_touch, self._left()):
+            self._touched_at = self._now
 
     def _tick_alone(self) -> None:
         for peer, contact in self._contacts:
