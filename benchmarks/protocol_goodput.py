@@ -118,11 +118,17 @@ def pooled(results: Sequence[Result]) -> Shares:
     return Shares(add(each.shares.account for each in results))
 
 
-def print_rows(found: list[tuple[Row, list[Result]]]) -> dict[str, Any]:
-    """The table of goodput; return its figures."""
+def print_rows(found: dict[str, list[Result]], table: Sequence[Row]) -> dict[str, Any]:
+    """The table of goodput; return its figures.
+
+    :param found: by the row's name
+    """
     figures: dict[str, Any] = {}
     print(f"{'':<22}{'goodput':>8}{'least':>8}{'ceiling':>9}{'idle':>8}{'commits/h':>11}{'gap':>7}  losses")
-    for row, results in found:
+    for row in table:
+        results = found.get(row.name)
+        if not results:
+            continue
         shares = [each.shares for each in results]
         goodput, ceiling, idle = (
             median(getattr(each, name) for each in shares) for name in ("goodput", "ceiling", "idle")
@@ -182,37 +188,45 @@ def print_axes(table: list[axes.Axis]) -> dict[str, Any]:
     return figures
 
 
+def perform_in_order(tasks: Sequence[Task], processes: int) -> list[Result | Silence | Broken]:
+    """The results in the tasks' order. The longest run first, so that all processes end together."""
+    order = sorted(range(len(tasks)), key=lambda place: -tasks[place].home.peers * tasks[place].minutes)
+    found = dict(zip(order, perform_all([tasks[place] for place in order], processes), strict=True))
+    return [found[place] for place in range(len(tasks))]
+
+
 def run(effort: Effort, processes: int) -> dict[str, Any]:
     """Everything, printed; return the figures of the last line."""
     begin = time.monotonic()
-    tasks: list[Task] = []
-    measured = [row for row in rows(effort) if row.seeds]
-    for row in measured:
-        tasks += [Task(row.scenario, row.home, seed, row.minutes) for seed in range(row.seeds)]
-    for scenario, _ in SILENCES.values():
-        tasks += [Task(scenario, Home(), seed) for seed in range(effort.silences)]
-    by_setting = axes.tasks(effort.settings, effort.axis_seeds, effort.axis_minutes)
-    for some in by_setting.values():
-        tasks += some
-    # the longest runs first, so that both processes end together
-    order = sorted(range(len(tasks)), key=lambda place: -tasks[place].home.peers * tasks[place].minutes)
-    results: dict[int, Any] = dict(zip(order, perform_all([tasks[place] for place in order], processes), strict=True))
-    broken = [each.text for each in results.values() if isinstance(each, Broken)]
-    for text in broken:
-        print(f"VIOLATION {text}")
-    left = iter(each for _, each in sorted(results.items()))
+    broken: list[str] = []
+    count = 0
 
-    def take(count: int) -> list[Any]:
-        return [each for each in (next(left) for _ in range(count)) if not isinstance(each, Broken)]
+    def perform(groups: dict[Any, list[Task]]) -> dict[Any, list[Any]]:
+        """The results of each group; of runs that broke an invariant only the words."""
+        nonlocal count
+        results = iter(perform_in_order([task for some in groups.values() for task in some], processes))
+        found: dict[Any, list[Any]] = {key: [next(results) for _ in some] for key, some in groups.items()}
+        for text in [each.text for some in found.values() for each in some if isinstance(each, Broken)]:
+            print(f"VIOLATION {text}")
+            broken.append(text)
+        count += sum(map(len, groups.values()))
+        return found
 
-    found = [(row, take(row.seeds)) for row in measured]
-    figures = print_rows([(row, some) for row, some in found if some])
-    silences = {key: take(effort.silences) for key in SILENCES}
-    figures |= print_silences({key: some for key, some in silences.items() if some})
-    table = {key: [axes.measure(next(left)) for _ in some] for key, some in by_setting.items()}
-    figures |= print_axes(axes.axes(effort.settings, table))
-    figures |= {"violations": len(broken), "runs": len(tasks), "minutes": (time.monotonic() - begin) / 60}
-    return figures
+    def whole(found: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
+        kept = {key: [each for each in some if not isinstance(each, Broken)] for key, some in found.items()}
+        return {key: some for key, some in kept.items() if some}
+
+    table = rows(effort)
+    runs = {row.name: [Task(row.scenario, row.home, seed, row.minutes) for seed in range(row.seeds)] for row in table}
+    figures = print_rows(whole(perform(runs)), table)
+    silences = {
+        key: [Task(name, Home(), seed) for seed in range(effort.silences)] for key, (name, _) in SILENCES.items()
+    }
+    figures |= print_silences(whole(perform(silences)))
+    settings = perform(axes.tasks(effort.settings, effort.axis_seeds, effort.axis_minutes))
+    measures = {key: [axes.measure(each) for each in some] for key, some in settings.items()}
+    figures |= print_axes(axes.axes(effort.settings, measures))
+    return figures | {"violations": len(broken), "runs": count, "minutes": (time.monotonic() - begin) / 60}
 
 
 def main() -> int:
@@ -222,6 +236,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--store", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     figures = run(QUICK if options.quick else Effort(), options.processes)
     told = as_told(figures)
     if options.store:
