@@ -341,26 +341,31 @@ def test_leavers_of_the_group_do_not_stop_the_slot(proposal_arrives):
 # --- leaders ---
 
 
-@pytest.mark.parametrize("liar", ["x", "the last member"])
-def test_an_invented_accepted_entry_binds_no_leader(liar):
+@pytest.mark.parametrize("place", [None, -1], ids=["a stranger", "a member"])
+@pytest.mark.parametrize("turn", [0, 10**6])
+def test_an_invented_accepted_entry_binds_no_leader(place, turn):
+    """The lie is the first promise that the new leader hears."""
     swarm = Swarm()
     dead, heir, *_ = swarm.order
-    liar = swarm.order[-1] if liar == "the last member" else liar
-    swarm.passes = lambda sender, to, body: dead not in (sender, to) and (sender, type(body)) != (liar, Promise)
-    living = [peer for peer in swarm.order if peer != dead]
+    liar = "x" if place is None else swarm.order[place]
+    at = Ballot(turn, liar if turn else dead)
     group = tuple(sorted({*swarm.members, Member(liar, liar, True)}))
     answers = (Answer(ALL_CELLS, liar, b"poison", (Share(liar, 0, 0, 40, ALL_CELLS),)),)
-    at = Ballot(10**6, liar)
     fake = Entry(0, 0, 0, swarm.genesis.head.lineage, at, b"nothing", group, answers, 0)
+    living = [peer for peer in swarm.order if peer != dead]
 
     def lie() -> None:
         for ballot in asks_at(swarm, heir):
             swarm.say(liar, heir, Promise(ballot, fake, at))
 
-    swarm.train(40, peers=living, attack=lie)
+    swarm.passes = lambda sender, to, body: dead not in (sender, to) and not isinstance(body, Promise)
+    while not asks_at(swarm, heir):
+        swarm.train(1, peers=living)
+    lie()
+    swarm.passes = lambda sender, to, body: dead not in (sender, to) and (sender, type(body)) != (liar, Promise)
+    swarm.train(30, peers=living, attack=lie)
     assert min(swarm[peer].head.epoch for peer in living) > 5
-    digests = {answer.digest for item in swarm.applied(heir) for answer in item.step.answers}
-    assert b"poison" not in digests
+    assert b"poison" not in {answer.digest for item in swarm.applied(heir) for answer in item.step.answers}
 
 
 def test_a_leader_cannot_add_members_that_bring_nothing():
@@ -491,7 +496,7 @@ def test_a_strangers_refusal_stops_no_election():
     swarm = Swarm()
     dead, *living = swarm.order
     swarm.passes = among(living)
-    ballots = (Ballot(0, dead), Ballot(10**9, "x"))
+    ballots = (Ballot(0, dead), Ballot(10**9, "x"), Ballot(10**9, living[-1]))
     attack = [Refuse(ballot, promised) for ballot in ballots for promised in (True, False)]
     swarm.train(60, peers=living, attack=lambda: [swarm.everybody_hears("x", body) for body in attack])
     assert min(swarm[peer].head.epoch for peer in living) > 10
@@ -577,11 +582,12 @@ def test_contacts_are_bounded_and_those_that_speak_are_kept():
 # --- branches ---
 
 
-def test_strangers_open_no_branch_for_an_isolated_peer():
+@pytest.mark.parametrize("seconds", [16])
+def test_strangers_open_no_branch_for_an_isolated_peer(seconds):
     swarm = Swarm()
     swarm.train(10)
     swarm.passes = lambda sender, to, body: False
-    swarm.wait(16)
+    swarm.wait(seconds)
     assert {core.phase for core in swarm.cores.values()} == {Phase.ISOLATED}
     for peer, core in swarm.cores.items():
         head = core.head
@@ -591,30 +597,40 @@ def test_strangers_open_no_branch_for_an_isolated_peer():
         assert core.head == head
 
 
-@pytest.mark.parametrize("attack", ["none", "signs", "asks for a huge attempt"])
-def test_survivors_open_their_branch_whatever_a_stranger_does(attack):
+@pytest.mark.parametrize("attempt", [None, 7, 1 << 20, 10**9])
+def test_survivors_open_their_branch_whatever_a_stranger_asks_for(attempt):
     swarm = Swarm()
     pair, head = swarm.order[:2], swarm.genesis.head
-    strangers = [f"x{number}" for number in range(100)]
+    names = [f"x{number}" for number in range(100)]
 
-    def lie() -> None:
-        for peer in pair if attack != "none" else ():
-            name = next(each for each in strangers if leader_order(head.lineage, (each, peer))[0] == each)
-            liar = Member(name, name, True)
-            if attack == "signs":
-                for asked in swarm.said(pair[0], AskOpening) + swarm.said(pair[1], AskOpening):
-                    swarm.say(liar.peer, peer, SignOpening(asked.opening.lineage, asked.opening.attempt))
-                    swarm.say(liar.peer, peer, SignOpening(asked.opening.lineage, 10**9))
-            else:
-                members = tuple(sorted((liar, swarm[peer].me)))
-                opening = Opening(*head.order, head.epoch, head.lineage, 10**9, members)
-                swarm.say(liar.peer, peer, AskOpening(opening))
+    def ask() -> None:
+        for peer in pair if attempt is not None else ():
+            first = next(name for name in names if leader_order(head.lineage, (name, peer))[0] == name)
+            members = tuple(sorted((Member(first, first, True), swarm[peer].me)))
+            swarm.say(first, peer, AskOpening(Opening(*head.order, head.epoch, head.lineage, attempt, members)))
 
     swarm.passes = among(pair)
-    swarm.train(150, peers=pair, attack=lie)
+    swarm.train(150, peers=pair, attack=ask)
     for peer in pair:
         assert any(isinstance(item.step, Opening) for item in swarm.applied(peer))
         assert swarm[peer].head.epoch > 5
+
+
+@pytest.mark.parametrize("attempt", [0, 1 << 20, 10**9])
+def test_survivors_open_their_branch_whatever_a_stranger_signs(attempt):
+    """The stranger's signature comes before each honest one."""
+    swarm = Swarm()
+    pair = swarm.order[:2]
+
+    def sign_first(sender, to, body) -> bool:
+        if isinstance(body, AskOpening):
+            swarm.say("x", sender, SignOpening(body.opening.lineage, body.opening.attempt))
+            swarm.say("x", sender, SignOpening(b"another", attempt))
+        return {sender, to} <= set(pair)
+
+    swarm.passes = sign_first
+    swarm.train(150, peers=pair)
+    assert min(swarm[peer].head.epoch for peer in pair) > 5
 
 
 # --- rollback orders ---
