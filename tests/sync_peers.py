@@ -78,7 +78,7 @@ class Swarm:
         self.now = 0.0
         self.cores: dict[str, SyncCore] = {}
         self.queue: list[tuple[str, str, Message | Event]] = []
-        self.stopped: list[tuple[str, str, Message]] = []  # what `passes` did not let through
+        self.stopped: list[tuple[str, str, Message]] = []  # by `passes`
         self.actions: list[tuple[str, Action]] = []
         self.rounds: dict[bytes, tuple[Round, dict[str, tuple[Share, ...]]]] = {}  # with what each member sends
         self.passes: Passes = everything
@@ -110,7 +110,7 @@ class Swarm:
     def __getitem__(self, peer: str) -> SyncCore:
         return self.cores[peer]
 
-    # --- what is there to see ---
+    # --- to look at ---
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class Swarm:
         return next(reversed(self.rounds.values()))[0]
 
     def done(self, peer: str, kind: type) -> list[Any]:
-        """What this peer did of this kind."""
+        """Actions of this kind that this peer took."""
         return [action for who, action in self.actions if who == peer and isinstance(action, kind)]
 
     def said(self, peer: str, kind: type) -> list[Any]:
@@ -148,7 +148,7 @@ class Swarm:
         assert log is not None
         return Snapshot(log.items, self.cores[peer].accounts)
 
-    # --- what happens ---
+    # --- events ---
 
     def happen(self, peer: str, event: Event) -> list[Action]:
         """An event on one peer; what it sends waits in the queue."""
@@ -216,7 +216,7 @@ class Swarm:
                 self.happen(peer, Sketched(core.head.lineage, 7.0 if peer in self.damaged else 1.0))
 
     def answers(self, plan: Round) -> tuple[Answer, ...]:
-        """What honest reducers make of a round's parts."""
+        """The answers of honest reducers to a round's parts."""
         shares = [share for sent in self.rounds[plan.fingerprint][1].values() for share in sent]
         found = []
         for reducer, cells in plan.slices:

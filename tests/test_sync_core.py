@@ -30,6 +30,7 @@ from volunteer_kit.swarm.sync.messages import (
     AskOpening,
     BallotRecord,
     Begin,
+    Body,
     FetchSnapshot,
     Held,
     Items,
@@ -500,6 +501,7 @@ def test_a_strangers_refusal_stops_no_election():
     attack = [Refuse(ballot, promised) for ballot in ballots for promised in (True, False)]
     swarm.train(60, peers=living, attack=lambda: [swarm.everybody_hears("x", body) for body in attack])
     assert min(swarm[peer].head.epoch for peer in living) > 10
+    assert all(ballot.turn < 100 for peer in living for ballot in asks_at(swarm, peer))
 
 
 def test_a_strangers_ask_at_the_beginning_of_a_slot_binds_nobody():
@@ -622,7 +624,7 @@ def test_survivors_open_their_branch_whatever_a_stranger_signs(attempt):
     swarm = Swarm()
     pair = swarm.order[:2]
 
-    def sign_first(sender, to, body) -> bool:
+    def sign_first(sender: str, to: str, body: Body) -> bool:
         if isinstance(body, AskOpening):
             swarm.say("x", sender, SignOpening(body.opening.lineage, body.opening.attempt))
             swarm.say("x", sender, SignOpening(b"another", attempt))
@@ -728,7 +730,7 @@ def test_a_damaged_peer_is_repaired_though_snapshots_are_slower_than_epochs(clie
 
 
 def test_a_damaged_leader_steps_down_and_the_others_go_on():
-    """Nobody serves it a snapshot, so it stays damaged."""
+    """It gets no snapshot, so it stays damaged."""
     swarm = Swarm()
     swarm.snapshot_seconds = None
     leader = swarm.order[0]
