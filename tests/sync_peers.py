@@ -10,7 +10,8 @@ from volunteer_kit.swarm.sync.ballots import leader_order
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contributions import Answer, Share
 from volunteer_kit.swarm.sync.core import SyncCore
-from volunteer_kit.swarm.sync.log import Head, LogItem, Member
+from volunteer_kit.swarm.sync.entries import Head, Member
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import (
     Action,
     Adopt,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, may_lead
-from volunteer_kit.swarm.sync.log import Entry
+from volunteer_kit.swarm.sync.entries import Entry
 from volunteer_kit.swarm.sync.phases import COMPUTING, TRANSITIONS, ForbiddenMove, Phase, PhaseClock
 from volunteer_kit.swarm.sync.promises import LOWEST, Acceptor
 

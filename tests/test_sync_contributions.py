@@ -18,7 +18,7 @@ from volunteer_kit.swarm.sync.contributions import (
     discount,
     why_refused,
 )
-from volunteer_kit.swarm.sync.log import Entry, Member
+from volunteer_kit.swarm.sync.entries import Entry, Member
 
 CELLS = 4
 ALL = (1 << CELLS) - 1

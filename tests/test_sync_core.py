@@ -10,19 +10,11 @@ import pytest
 from tests.sync_peers import ALL_CELLS, CELLS, Swarm, among, everything
 from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import Ballot, leader_order
+from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye
 from volunteer_kit.swarm.sync.contacts import MOST_CONTACTS, Contacts
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Share
-from volunteer_kit.swarm.sync.log import (
-    Certificate,
-    Entry,
-    Goodbye,
-    Head,
-    LogItem,
-    Member,
-    Opening,
-    RollbackOrder,
-    is_chain,
-)
+from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder
+from volunteer_kit.swarm.sync.log import LogItem, is_chain
 from volunteer_kit.swarm.sync.messages import (
     Action,
     AnswersHeld,

@@ -9,20 +9,10 @@ import pytest
 from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.branches import checked_suffix, opener, opening_members
+from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye
 from volunteer_kit.swarm.sync.contributions import Answer, Share
-from volunteer_kit.swarm.sync.log import (
-    Certificate,
-    Entry,
-    Goodbye,
-    Head,
-    Log,
-    LogItem,
-    Member,
-    Opening,
-    RollbackOrder,
-    Verdict,
-    is_chain,
-)
+from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.log import Log, LogItem, is_chain
 
 
 def members(names: str, account: str | None = None, public: bool = True) -> tuple[Member, ...]:

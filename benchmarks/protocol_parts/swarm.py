@@ -17,7 +17,8 @@ from tests.simulation.schedule import Fault, PeerPlan, Schedule
 from tests.simulation.signatures import Signatures
 from tests.simulation.simulation import Simulation, real_core
 from volunteer_kit.swarm.sync.contributions import Ledger
-from volunteer_kit.swarm.sync.log import Entry, LogItem, Member
+from volunteer_kit.swarm.sync.entries import Entry, Member
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import Message
 from volunteer_kit.swarm.sync.phases import Phase
 

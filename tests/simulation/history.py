@@ -9,8 +9,10 @@ from typing import Any
 from tests.simulation.invariants import Violation
 from tests.simulation.schedule import Schedule
 from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye
 from volunteer_kit.swarm.sync.contributions import Answer, Share
-from volunteer_kit.swarm.sync.log import Certificate, Entry, Goodbye, Head, LogItem, Member, Opening, RollbackOrder
+from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import (
     BallotRecord,
     HeadRecord,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from tests.simulation.signatures import Statement
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.contributions import Accounts, Cause, Ledger, LedgerRecord
-from volunteer_kit.swarm.sync.log import Entry, LogItem, Member, Opening, RollbackOrder
+from volunteer_kit.swarm.sync.entries import Entry, Member, Opening, RollbackOrder
+from volunteer_kit.swarm.sync.log import LogItem
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process

@@ -20,8 +20,10 @@ from tests.simulation.signatures import (
     verdict_on,
 )
 from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.certificates import Certificate
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Share
-from volunteer_kit.swarm.sync.log import Certificate, Entry, LogItem, Opening, Verdict
+from volunteer_kit.swarm.sync.entries import Entry, Opening, Verdict
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import (
     Action,
     Begin,

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from tests.simulation.schedule import Fault, PeerPlan, Schedule
-from volunteer_kit.swarm.sync.log import Member
+from volunteer_kit.swarm.sync.entries import Member
 
 CELLS = 8
 QUIET_SECONDS = 240.0  # at most, after the last fault; a seed ends as soon as everybody agrees

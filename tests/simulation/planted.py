@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from tests.simulation.process import Process
+from volunteer_kit.swarm.sync import certificates, judging, leading
 from volunteer_kit.swarm.sync import core as core_module
-from volunteer_kit.swarm.sync import judging, leading
-from volunteer_kit.swarm.sync import log as log_module
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.beliefs import Beliefs
 from volunteer_kit.swarm.sync.branches import Fork, Suffix
+from volunteer_kit.swarm.sync.certificates import Certificate, Membership
 from volunteer_kit.swarm.sync.contributions import Accounts, Ledger
 from volunteer_kit.swarm.sync.core import SyncCore
+from volunteer_kit.swarm.sync.entries import Entry
 from volunteer_kit.swarm.sync.judging import Judge
 from volunteer_kit.swarm.sync.leading import Leadership
-from volunteer_kit.swarm.sync.log import Certificate, Entry, Log, Membership
+from volunteer_kit.swarm.sync.log import Log
 from volunteer_kit.swarm.sync.messages import (
     BallotRecord,
     HeadRecord,
@@ -285,7 +286,7 @@ PLANTED: dict[str, Planted] = {
         "two quorums share a member",
         (
             (core_module, "is_quorum", _half_is_enough),
-            (log_module, "is_quorum", _half_is_enough),
+            (certificates, "is_quorum", _half_is_enough),
             (judging, "is_quorum", _half_is_enough),
         ),
     ),

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.simulation.clock import LocalClock
 from tests.simulation.residuals import Residuals
 from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.certificates import Goodbye
 from volunteer_kit.swarm.sync.contributions import LedgerRecord
-from volunteer_kit.swarm.sync.log import Entry, Goodbye, LogItem, Member, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.entries import Entry, Member, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import (
     Adopt,
     AnswersHeld,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from volunteer_kit.swarm.sync.log import Member
+from volunteer_kit.swarm.sync.entries import Member
 
 
 class PeerPlan(NamedTuple):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye
 from volunteer_kit.swarm.sync.contributions import Answer
-from volunteer_kit.swarm.sync.log import Certificate, Entry, Goodbye, LogItem, Opening, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.entries import Entry, Opening, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import (
     Accuse,
     Held,

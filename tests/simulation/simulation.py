@@ -16,7 +16,8 @@ from tests.simulation.network import CALM, Line, Network, Trouble
 from tests.simulation.process import GENESIS_PARAMETERS, Plan, Process, Upon
 from tests.simulation.schedule import Fault, PeerPlan, Schedule
 from tests.simulation.signatures import Signatures
-from volunteer_kit.swarm.sync.log import LogItem, Member, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.entries import Member, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import Event, Message, Order
 from volunteer_kit.swarm.sync.phases import Phase
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.simulation.schedule import Fault, PeerPlan, Schedule
 from tests.simulation.simulation import Simulation
-from volunteer_kit.swarm.sync.log import Member
+from volunteer_kit.swarm.sync.entries import Member
 
 QUIET_FROM = 40.0
 SETTINGS = {

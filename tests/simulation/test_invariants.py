@@ -9,8 +9,10 @@ import pytest
 from tests.simulation.exchange import make_answer
 from tests.simulation.invariants import Invariants, Violation
 from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye
 from volunteer_kit.swarm.sync.contributions import Accounts, Contribution, Ledger, Share
-from volunteer_kit.swarm.sync.log import Certificate, Entry, Goodbye, LogItem, Member, Opening
+from volunteer_kit.swarm.sync.entries import Entry, Member, Opening
+from volunteer_kit.swarm.sync.log import LogItem
 
 A, B, C, D = (Member(name, name, name != "d") for name in "abcd")
 GROUP = (A, B, C, D)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.simulation.exchange import make_answer
 from tests.simulation.signatures import Signatures, contradicts, promise_of, proposal_of, vote_of
 from volunteer_kit.swarm.sync.ballots import Ballot
-from volunteer_kit.swarm.sync.log import Certificate, Entry, LogItem, Member
+from volunteer_kit.swarm.sync.certificates import Certificate
+from volunteer_kit.swarm.sync.entries import Entry, Member
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import Items, Message, Promise, Propose, Vote
 
 A, B = Member("a", "a", True), Member("b", "b", True)

@@ -16,7 +16,7 @@ from tests.simulation.schedule import Fault, PeerPlan, Schedule
 from tests.simulation.simulation import Simulation
 from volunteer_kit.swarm.sync.contributions import Ledger
 from volunteer_kit.swarm.sync.core import SyncCore
-from volunteer_kit.swarm.sync.log import Entry, Member
+from volunteer_kit.swarm.sync.entries import Entry, Member
 
 SETTINGS = {"target_batch_size": 160, "cells": 8, "epoch_deadline": 30.0, "alone_after": 20.0}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Final
 
-from volunteer_kit.swarm.sync.log import Entry, Member
+from volunteer_kit.swarm.sync.entries import Entry, Member
 
 SENDER_SLACK: Final = 1.25  # times what the account earned; speeds vary from minute to minute
 REDUCER_SLACK: Final = 2.0

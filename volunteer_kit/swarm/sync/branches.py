@@ -10,7 +10,8 @@ from typing import Final
 from volunteer_kit.swarm.sync.ballots import leader_order
 from volunteer_kit.swarm.sync.beliefs import Beliefs
 from volunteer_kit.swarm.sync.contributions import Answer
-from volunteer_kit.swarm.sync.log import Entry, Head, Log, LogItem, Member, Opening, RollbackOrder, is_chain
+from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder
+from volunteer_kit.swarm.sync.log import Log, LogItem, is_chain
 
 ALONE_SLACK: Final = 5.0  # s; peers do not miss a quorum at the same moment
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from volunteer_kit.swarm.sync.log import Head, Member, Verdict
+from volunteer_kit.swarm.sync.entries import Head, Member, Verdict
 from volunteer_kit.swarm.sync.messages import Report
 
 MOST_CONTACTS: Final = 4096

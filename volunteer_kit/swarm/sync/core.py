@@ -26,26 +26,15 @@ from volunteer_kit.swarm.sync.branches import (
     opener,
     opening_members,
 )
+from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye, Membership
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contacts import Contacts
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger
 from volunteer_kit.swarm.sync.drift import outliers
+from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder, Verdict
 from volunteer_kit.swarm.sync.judging import Judge, why_malformed
 from volunteer_kit.swarm.sync.leading import Leadership
-from volunteer_kit.swarm.sync.log import (
-    Certificate,
-    Entry,
-    Goodbye,
-    Head,
-    Log,
-    LogItem,
-    Member,
-    Membership,
-    Opening,
-    RollbackOrder,
-    Verdict,
-    is_chain,
-)
+from volunteer_kit.swarm.sync.log import Log, LogItem, is_chain
 from volunteer_kit.swarm.sync.messages import (
     CHECKPOINT,
     Accuse,

@@ -8,9 +8,11 @@ from typing import Final
 
 from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, may_lead
+from volunteer_kit.swarm.sync.certificates import Goodbye
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contributions import Accounts, Contribution, why_refused
-from volunteer_kit.swarm.sync.log import Entry, Goodbye, LogItem, Member
+from volunteer_kit.swarm.sync.entries import Entry, Member
+from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import Ask, Begin, Body, Lead, Promise, Propose, Report, Round
 
 MIN_BATCH: Final = 0.5  # of the target: an entry with less is proposed only behind the epoch's deadline

@@ -10,8 +10,9 @@ from statistics import median
 from typing import Final
 
 from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum
+from volunteer_kit.swarm.sync.certificates import Goodbye
 from volunteer_kit.swarm.sync.contributions import Answer
-from volunteer_kit.swarm.sync.log import Entry, Goodbye, Member
+from volunteer_kit.swarm.sync.entries import Entry, Member
 from volunteer_kit.swarm.sync.messages import Promise, Round, Vote
 
 MOST_BANDWIDTH: Final = 4.0  # times the median: what a reducer says of its line is not measured

@@ -11,17 +11,10 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from volunteer_kit.swarm.sync.ballots import Ballot
+from volunteer_kit.swarm.sync.certificates import Goodbye
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, LedgerRecord, Share
-from volunteer_kit.swarm.sync.log import (
-    Entry,
-    Goodbye,
-    Head,
-    LogItem,
-    Member,
-    Opening,
-    RollbackOrder,
-    Verdict,
-)
+from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder, Verdict
+from volunteer_kit.swarm.sync.log import LogItem
 
 CHECKPOINT: Final = ""  # a source of snapshots that is no peer
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from volunteer_kit.swarm.sync.ballots import Ballot
-from volunteer_kit.swarm.sync.log import Entry
+from volunteer_kit.swarm.sync.entries import Entry
 from volunteer_kit.swarm.sync.messages import BallotRecord, Promise
 
 LOWEST: Final = Ballot(0, "")  # below every ballot of a leader: the leader of turn 0 needs no promise
