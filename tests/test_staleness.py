@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.staleness_parts.figures import (
+    ALL_RULES,
     RULES,
     Job,
     best,
@@ -350,6 +351,8 @@ def test_each_rule_is_trained_with_each_seed_and_the_others_with_the_first():
     cells = common_cells({job: None for job in jobs}, tuple(RULES))
     assert len(cells) == 2 * 2 * 2 * 3
     assert {job.setting.seed for job in jobs if job.rule not in RULES} == {0}
+    assert {job.rule for job in jobs} == set(ALL_RULES)
+    assert list(dict.fromkeys(job.setting for job in jobs)) == [job.setting for job in jobs if job.rule == "none"]
 
 
 def test_ratios_are_geometric_means_over_cells():
@@ -358,6 +361,7 @@ def test_ratios_are_geometric_means_over_cells():
     assert ratio(outcomes, "used", "waiting") == pytest.approx(0.5)
     told = summary(outcomes)
     assert told["used_vs_waiting"] == pytest.approx(0.5) and told["used_vs_thrown"] == pytest.approx(0.8)
+    assert told["none_vs_waiting"] == pytest.approx(1 / 2.4)
     assert told["cells"] == 24 and told["seeds"] == 3
     assert told["ratio_thrown"] == pytest.approx(1.5) and told["used_vs_thrown_sparse"] == pytest.approx(0.8)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.staleness_parts.lateness import Rule
-from benchmarks.staleness_parts.training import CODECS, Outcome, Setting
+from benchmarks.staleness_parts.training import CODECS, Outcome, Setting, Size
 
 RATES = (1.0, 1 / 3)  # of the run file's learning rate
 FAR = (2, 8)  # epochs: the ages with which the bounds are compared
@@ -33,9 +33,10 @@ ON_ARRIVAL = {
     "arrival_used": Rule("used, counted on arrival", on_arrival=True),
     "arrival_thrown": Rule("thrown, counted on arrival", discount="0", on_arrival=True),
 }
-ALL_RULES = {**RULES, **DISCOUNTED, **BOUNDED, **ON_ARRIVAL}
-OF_DISCOUNTS = ("undiscounted", "root", "used", "square", "thrown")
-OF_BOUNDS = tuple(BOUNDED)
+RUN_SIZE = Size(256, 50)  # the demo's own target batch; scenes only
+RUN_BATCH = {f"run_batch_{rule}": RULES[rule] for rule in ("none", "used", "waiting", "thrown")}
+ALL_RULES = {**RULES, **DISCOUNTED, **BOUNDED, **ON_ARRIVAL, **RUN_BATCH}
+OF_DISCOUNTS = ("undiscounted", "root", "used", "square")
 
 
 class Job(NamedTuple):
@@ -49,13 +50,16 @@ Outcomes = Mapping[Job, Outcome]
 
 
 def list_jobs(data: Sequence[str], seeds: int, codecs: Sequence[str] = tuple(CODECS)) -> list[Job]:
-    """Every training of a measurement: RULES with each seed, the others with the first seed only."""
+    """Every training of a measurement: RULES with each seed, the others with the first seed and in some cells only."""
     cells = [Setting(*cell) for cell in itertools.product(data, codecs, RATES, range(seeds))]
     jobs = [Job(cell, rule) for cell in cells for rule in RULES]
     first = [cell for cell in cells if cell.seed == 0]
     jobs += [Job(cell, rule) for cell in first for rule in DISCOUNTED]
-    jobs += [Job(cell, rule) for cell in first if cell.rate == 1 for rule in (*BOUNDED, *ON_ARRIVAL)]
-    return jobs
+    first = [cell for cell in first if cell.rate == RATES[0]]
+    jobs += [Job(cell, rule) for cell in first for rule in BOUNDED]
+    jobs += [Job(cell, rule) for cell in first if cell.codec == "dense" for rule in ON_ARRIVAL]
+    jobs += [Job(cell, rule) for cell in first if cell[:2] == ("scenes", "dense") for rule in RUN_BATCH]
+    return sorted(jobs, key=lambda job: cells.index(job.setting))  # a cell is done before the next one begins
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -89,6 +93,7 @@ def summary(outcomes: Outcomes) -> dict[str, float | int | str]:
     told: dict[str, float | int | str] = {
         "used_vs_waiting": ratio(outcomes, "used", "waiting", cells),
         "used_vs_thrown": ratio(outcomes, "used", "thrown", cells),
+        "none_vs_waiting": ratio(outcomes, "none", "waiting", cells),  # no rule can be expected to do better
         "cells": len(cells),
         "seeds": len({cell.seed for cell in cells}),
     }
@@ -99,10 +104,13 @@ def summary(outcomes: Outcomes) -> dict[str, float | int | str]:
             name = value if isinstance(value, str) else f"rate_{value:.2g}"
             for other in ("waiting", "thrown"):
                 told[f"used_vs_{other}_{name}"] = ratio(outcomes, "used", other, of_part)
-    for name, rules in (("discount", OF_DISCOUNTS), ("bound", OF_BOUNDS)):
+    for name, rules in (("discount", OF_DISCOUNTS), ("bound", tuple(BOUNDED))):
         if common_cells(outcomes, (*rules, "none")):
             told[f"best_{name}"], ratios = best(outcomes, rules)
             told |= {f"{name}_ratio_{rule.removeprefix('bound_')}": value for rule, value in ratios.items()}
     if common_cells(outcomes, tuple(ON_ARRIVAL)):
         told["used_vs_thrown_on_arrival"] = ratio(outcomes, "arrival_used", "arrival_thrown")
+    if common_cells(outcomes, tuple(RUN_BATCH)):
+        for other in ("waiting", "thrown"):
+            told[f"used_vs_{other}_run_batch"] = ratio(outcomes, "run_batch_used", f"run_batch_{other}")
     return told
