@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from volunteer_kit.swarm.sync.ballots import leader_order
+from volunteer_kit.swarm.sync.certificates import Goodbye
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contributions import Answer, Share
 from volunteer_kit.swarm.sync.core import SyncCore
@@ -24,6 +25,7 @@ from volunteer_kit.swarm.sync.messages import (
     ExchangeEnded,
     FetchAnswers,
     FetchSnapshot,
+    LeaveRequested,
     Message,
     PeerSeen,
     Received,
@@ -202,6 +204,19 @@ class Swarm:
     def take_stopped(self, kind: type, to: str | None = None) -> list[tuple[str, str, Message]]:
         """Messages of this kind that were stopped, to be delivered late."""
         return [each for each in self.stopped if isinstance(each[2].body, kind) and to in (None, each[1])]
+
+    def deliver_late(self, messages: Iterable[tuple[str, str, Message]]) -> None:
+        """Messages arrive that were stopped before."""
+        for sender, to, message in messages:
+            self.happen(to, Received(sender, message))
+
+    def leave(self, peers: Iterable[str]) -> list[Goodbye]:
+        """These peers leave, hearing nobody while their rounds end; return what they say."""
+        for peer in peers:
+            self.happen(peer, LeaveRequested())
+        self.passes = lambda sender, to, body: False
+        self.wait(60, peers)
+        return [self.said(peer, Goodbye)[0] for peer in peers]
 
     def compute(self, samples: int, peers: Iterable[str] | None = None) -> None:
         """Each device that may compute brings so many samples."""

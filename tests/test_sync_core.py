@@ -240,19 +240,12 @@ def test_a_leaver_does_not_shrink_the_quorum_below_its_promise():
     swarm.end_exchange(swarm.last_round())
     swarm.deliver()
     late = [each for each in swarm.take_stopped(Propose, voter) if each[0] == second]
-    for leaver in leavers:
-        swarm.happen(leaver, LeaveRequested())
-    swarm.passes = lambda sender, to, body: False
-    swarm.wait(60, leavers)
-    goodbyes = {peer: swarm.said(peer, Goodbye)[0] for peer in leavers}
-    assert all(each.accepted is None and each.promised.turn > 0 for each in goodbyes.values())
-    for peer, to, message in vote:
-        swarm.happen(to, Received(peer, message))
-    for peer, to, message in late:
-        swarm.happen(to, Received(peer, message))
-    for peer, goodbye in goodbyes.items():
-        swarm.say(peer, leader, goodbye)
-        swarm.say(peer, second, goodbye)
+    goodbyes = swarm.leave(leavers)
+    assert all(each.accepted is None and each.promised.turn > 0 for each in goodbyes)
+    swarm.deliver_late(vote + late)
+    for goodbye in goodbyes:
+        swarm.say(goodbye.peer, leader, goodbye)
+        swarm.say(goodbye.peer, second, goodbye)
     swarm.deliver(among({second, voter}))
     assert swarm.applied(leader) == []
     assert [item.certificate.ballot.leader for item in swarm.applied(second)] == [second]
@@ -314,17 +307,12 @@ def test_leavers_of_the_group_do_not_stop_the_slot(proposal_arrives):
     plan = opened_round(swarm, peers="".join(group))
     swarm.end_exchange(plan)
     swarm.deliver(lambda sender, to, body: sender in group and isinstance(body, Held))
-    for peer in leavers:
-        swarm.happen(peer, LeaveRequested())
-    swarm.passes = lambda sender, to, body: False
-    swarm.wait(60, leavers)
-    goodbyes = [swarm.said(peer, Goodbye)[0] for peer in leavers]
+    goodbyes = swarm.leave(leavers)
     for peer in living:
         for goodbye in goodbyes:
             swarm.say(goodbye.peer, peer, goodbye)
     if proposal_arrives:
-        for _, to, message in [each for each in swarm.take_stopped(Propose) if each[1] in living]:
-            swarm.happen(to, Received(leader, message))
+        swarm.deliver_late(each for each in swarm.take_stopped(Propose) if each[1] in living)
     swarm.passes, swarm.ends_exchanges = among(living), True
     swarm.train(120, peers=living)
     assert min(swarm[peer].head.epoch for peer in living) > 10
@@ -490,8 +478,13 @@ def test_a_strangers_refusal_stops_no_election():
     dead, *living = swarm.order
     swarm.passes = among(living)
     ballots = (Ballot(0, dead), Ballot(10**9, "x"), Ballot(10**9, living[-1]))
-    attack = [Refuse(ballot, promised) for ballot in ballots for promised in (True, False)]
-    swarm.train(60, peers=living, attack=lambda: [swarm.everybody_hears("x", body) for body in attack])
+
+    def refuse() -> None:
+        for number, ballot in enumerate(ballots):
+            swarm.everybody_hears(f"x{number}", Refuse(ballot, True))
+            swarm.everybody_hears(f"y{number}", Refuse(ballot, False))
+
+    swarm.train(60, peers=living, attack=refuse)
     assert min(swarm[peer].head.epoch for peer in living) > 10
     assert all(ballot.turn < 100 for peer in living for ballot in asks_at(swarm, peer))
 
