@@ -163,7 +163,11 @@ def main() -> int:
         jobs = [job for job in jobs if job.rule in RULES and job.setting.rate == RATES[0]]
     outcomes = measure(jobs, QUICK if options.quick else SIZES, options.emoji, options.processes)
     print_tables(outcomes)
-    told = summary(outcomes) | {"data": ", ".join(data), "minutes": (time.monotonic() - began) / 60}
+    told = summary(outcomes) | {
+        "data": ", ".join(data),
+        "core_minutes": sum(outcome.seconds for outcome in outcomes.values()) / 60,
+        "minutes": (time.monotonic() - began) / 60,
+    }
     told = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in told.items()}
     if options.store:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
