@@ -13,6 +13,7 @@ from volunteer_kit.swarm.sync.ballots import Ballot, leader_order
 from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye
 from volunteer_kit.swarm.sync.contacts import MOST_CONTACTS, Contacts
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Share
+from volunteer_kit.swarm.sync.core import SyncCore
 from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder
 from volunteer_kit.swarm.sync.log import LogItem, is_chain
 from volunteer_kit.swarm.sync.messages import (
@@ -503,6 +504,39 @@ def test_a_strangers_ask_at_the_beginning_of_a_slot_binds_nobody():
     assert swarm.said("a", Promise) == []
 
 
+def rising_ask(liar: str, core: SyncCore, turn: int) -> Body:
+    return Ask(Ballot(turn, liar))
+
+
+def rising_lead(liar: str, core: SyncCore, turn: int) -> Body:
+    return Lead(Ballot(turn, liar), True)
+
+
+def rising_begin(liar: str, core: SyncCore, turn: int) -> Body:
+    group = [(each, 1000 if each.peer == liar else 0, 10.0) for each in core.log.last.membership.view.values()]
+    return Begin(leading.make_round(core.head.lineage, Ballot(turn, liar), 1, group, CELLS, 60.0, 20.0))
+
+
+def rising_refusal(liar: str, core: SyncCore, turn: int) -> Body:
+    return Refuse(Ballot(core.turn + 6, liar), True)
+
+
+@pytest.mark.parametrize("lie", [rising_ask, rising_lead, rising_begin, rising_refusal])
+def test_a_member_that_names_higher_ballots_each_second_slows_the_swarm_a_little_only(lie):
+    swarm = Swarm()
+    swarm.train(10)
+    liar, before = swarm.order[-1], swarm.epochs
+    turns = iter(range(10, 10**6, 10))
+
+    def attack() -> None:
+        turn = next(turns)
+        for peer in swarm.order[:-1]:
+            swarm.say(liar, peer, lie(liar, swarm[peer], turn))
+
+    swarm.train(100, attack=attack)
+    assert swarm.epochs - before >= 30  # of 50
+
+
 @pytest.mark.parametrize(
     "lie",
     [
@@ -569,7 +603,7 @@ def test_contacts_are_bounded_and_those_that_speak_are_kept():
 # --- branches ---
 
 
-@pytest.mark.parametrize("seconds", [16])
+@pytest.mark.parametrize("seconds", [16, 57])
 def test_strangers_open_no_branch_for_an_isolated_peer(seconds):
     swarm = Swarm()
     swarm.train(10)
@@ -617,6 +651,21 @@ def test_survivors_open_their_branch_whatever_a_stranger_signs(attempt):
 
     swarm.passes = sign_first
     swarm.train(150, peers=pair)
+    assert min(swarm[peer].head.epoch for peer in pair) > 5
+
+
+def test_a_member_that_never_signs_does_not_stop_a_branch():
+    """Two of seven survive; a liar says that it is alone as well."""
+    swarm = Swarm("abcdefg")
+    pair, liar = swarm.order[:2], swarm.order[-1]
+
+    def seem_alone() -> None:
+        for peer in pair:
+            ballot = Ballot(swarm[peer].turn, liar)
+            swarm.say(liar, peer, Report(ballot, swarm[liar].me, 1, 10.0, None, None, swarm.now))
+
+    swarm.passes = among(pair)
+    swarm.train(300, peers=pair, attack=seem_alone)
     assert min(swarm[peer].head.epoch for peer in pair) > 5
 
 

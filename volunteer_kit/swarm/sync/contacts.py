@@ -29,11 +29,18 @@ class Contact:
     useless: int = 0  # snapshots and items of it that did not hold, one after another
     lost_slices: int = 0  # slices that it reduced wrongly or not at all, one after another
     no_slices_until: float = float("-inf")  # s
+    vain: int = 0  # slots in which it had its turn and another leader brought the commit, one after another
+    turn_again: int = 0  # epoch from which it has its turn again
 
     def disappointed(self, now: float, seconds: float) -> None:
         """Its snapshot or its items were of no use: avoid it, longer each time."""
         self.useless += 1
         self.avoided_until = now + seconds * 2 ** min(self.useless - 1, LONGEST_AVOIDED)
+
+    def led_in_vain(self, epoch: int) -> None:
+        """Another leader had to bring the commit: its next turns are skipped, more each time."""
+        self.vain += 1
+        self.turn_again = epoch + 2 ** min(self.vain, LONGEST_AVOIDED)
 
     def lost_slice(self, now: float, epoch_seconds: float) -> None:
         """It reduced a slice wrongly, or not at all: it gets none for some epochs, more each time."""
@@ -61,8 +68,8 @@ class Contacts:
         return self._all[peer]
 
     def __iter__(self) -> Iterator[tuple[str, Contact]]:
-        """Each peer that is not banned."""
-        return ((peer, contact) for peer, contact in self._all.items() if peer not in self.banned)
+        """Each peer that is not banned; "", which stands for a leader that nobody knows or a checkpoint, is none."""
+        return ((peer, contact) for peer, contact in self._all.items() if peer and peer not in self.banned)
 
     def in_touch(self, now: float) -> list[str]:
         """Peers that were heard just now."""

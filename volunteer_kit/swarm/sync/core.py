@@ -100,10 +100,12 @@ from volunteer_kit.swarm.sync.slot import Slot
 from volunteer_kit.swarm.sync.timing import Deadline, agreed
 
 USUAL_BANDWIDTH: Final = 10.0  # Mbit/s, until the process has measured it
+LONGEST_LEFT_OUT: Final = 5  # doublings
 ATTEMPTS_AHEAD: Final = 8  # of what a peer has signed: nobody can use up the numbers
 STUCK: Final = 3  # times as long as `alone_after`: a quorum in touch that commits nothing opens a branch
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
+LEAST_PATIENCE: Final = 2  # halvings, with a leader that led in vain before
 LONG_EPOCH: Final = 3.0  # epochs without a commit; then the leader does not do its part
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 LEARNED_FROM: Final = 2  # rounds; until then a dead member costs as long as the run allows
@@ -322,7 +324,8 @@ class SyncCore:
         epoch = max(self.epoch_seconds, self.config.target_batch_size / speed if speed > 0 else 0.0)
         collecting = min(self.config.epoch_deadline, LONG_EPOCH * epoch)
         patience = collecting + ROUNDS_IN_VAIN * (self._round_time.seconds + self._vote_time.seconds)
-        return self._now - self._slot.turn_began > patience
+        halvings = min(self._contacts[self._ballot_followed().leader].vain, LEAST_PATIENCE)
+        return self._now - self._slot.turn_began > patience / (1 << halvings)
 
     def _leader_patience(self) -> float:
         """s without a word of the leader; a round that runs is given up later than one that has not begun."""
@@ -405,12 +408,19 @@ class SyncCore:
         self._slot = Slot.behind(item, self._now, record)
         kept = {lineage: at for lineage, at in self._entered.items() if lineage in self.log}
         self._entered = kept | {item.head.lineage: self._now}
+        if record is None:
+            self._slot.turn = self._first_turn()
         known = {peer: each for peer, each in self._goodbyes.items() if peer in item.membership.view}
         known |= {peer: each for peer, each in self._goodbyes_ahead.items() if peer in item.membership.view}
         self._goodbyes = {peer: each for peer, each in known.items() if not self._is_ahead(each)}
         self._goodbyes_ahead = {peer: each for peer, each in known.items() if peer not in self._goodbyes}
         for peer in item.membership.banned:
             self._contacts.banned.setdefault(peer, Verdict(peer, b""))
+
+    def _first_turn(self) -> int:
+        """The first turn of a leader that did not lead in vain lately."""
+        order = self._slot.order
+        return next((turn for turn, peer in enumerate(order) if not self._is_vain(peer)), 0)
 
     def _stand_if_first(self) -> None:
         """In a new slot."""
@@ -463,7 +473,8 @@ class SyncCore:
     def _hears_leader(self) -> bool:
         """Whether a leader that has a quorum was heard just now."""
         if self._slot.lead is not None:
-            return self._slot.lead.active and self._hears_quorum()
+            begins = self._now - self._slot.began < self.config.leader_timeout
+            return self._slot.lead.active and (begins or self._hears_quorum())
         followed = self._slot.followed
         if followed is None:
             return self._slot.turn == 0 and self._now - self._slot.began < self.config.leader_timeout  # it begins
@@ -507,26 +518,39 @@ class SyncCore:
             if self.phase is Phase.ISOLATED:
                 self._move(Phase.COLLECTING)
 
-    def _may_follow(self, sender: str, ballot: Ballot) -> bool:
-        """Whether to listen to this leader; one with a lower ballot is told."""
+    def _may_follow(self, sender: str, ballot: Ballot, proven: bool = False) -> bool:
+        """Whether to listen to this leader; one with another ballot than the one that we hear is told.
+
+        :param proven: whether the message shows that a quorum has promised this ballot
+        """
         if not self._may_lead(ballot):
             return False
-        if ballot < self._slot.acceptor.promised:
-            self._send(sender, Refuse(self._slot.acceptor.promised, True))
+        followed, promised = self._ballot_followed(), self._slot.acceptor.promised
+        if ballot < promised:
+            self._send(sender, Refuse(promised, True))
             return False
-        if ballot < self._ballot_followed() and self._hears_leader():
-            self._send(sender, Refuse(self._ballot_followed(), False))
+        above = ballot > followed and ballot > promised and not proven
+        if (ballot < followed or above) and self._hears_leader():
+            self._send(sender, Refuse(followed, False))
             return False
+        self._slot.note_ballot(ballot, self._now, self.config.leader_timeout)
         return True
 
     def _may_lead(self, ballot: Ballot) -> bool:
         """Whether this peer may have this turn at all. Strangers to the view have one only when no public member is in
         touch."""
-        if not may_lead(ballot, self._slot.order) or ballot in self._slot.refused:
+        slot = self._slot
+        if not may_lead(ballot, slot.order) or ballot in slot.refused or slot.is_hasty(ballot, self._now):
+            return False
+        if self._is_vain(ballot.leader) and self._now - slot.began < 2 * self.config.leader_timeout:
             return False
         if ballot.leader in self._slot.order:
             return True
         return self.me.peer not in self._slot.order and not set(self._slot.order) & set(self._in_touch())
+
+    def _is_vain(self, leader: str) -> bool:
+        """Whether this leader's turn is skipped: in slots before, others had to bring the commit."""
+        return leader != self.me.peer and self._contacts[leader].turn_again > self._head().epoch
 
     def _on_ask(self, sender: str, body: Ask) -> None:
         ballot = body.ballot
@@ -539,8 +563,13 @@ class SyncCore:
         else:
             if ballot > self._slot.acceptor.promised:
                 self._persist(self._slot.acceptor.promise(ballot))
+            heard, began = self._slot.heard, self._slot.turn_began
+            first = self._slot.note_ballot(ballot, self._now, self.config.leader_timeout)
             self._slot.follow(ballot, self._now)
-            self._slot.heard = self._now
+            if first:
+                self._slot.heard = self._now
+            else:
+                self._slot.heard, self._slot.turn_began = heard, began  # it only counts higher
             self._send(sender, self._slot.acceptor.answer(ballot))
 
     def _on_refuse(self, sender: str, body: Refuse) -> None:
@@ -548,7 +577,8 @@ class SyncCore:
         if lead is None or sender not in self._electorate() or sender in lead.refusals:
             return
         lead.refusals.add(sender)  # it is not counted on, for this ballot
-        if body.promised and body.ballot > lead.ballot and self._may_lead(body.ballot):
+        if body.promised and body.ballot > lead.ballot and sender not in self._slot.outbid_by:
+            self._slot.outbid_by.add(sender)
             lead.outbid = max(body.ballot, lead.outbid or body.ballot)
 
     def _outbid(self, lead: Leadership) -> None:
@@ -834,7 +864,9 @@ class SyncCore:
         return Vote(ballot, entry.lineage, sketch)
 
     def _on_propose(self, sender: str, body: Propose) -> None:
-        if not self._may_follow(sender, body.ballot) or not self._slot.acceptor.accepts(body.ballot, body.entry):
+        if not self._may_follow(sender, body.ballot, proven=True):
+            return
+        if not self._slot.acceptor.accepts(body.ballot, body.entry):
             return
         why = self._judge().why_not_accept(body) or self._why_disbelieved(body.entry)
         if why is not None:
@@ -946,6 +978,8 @@ class SyncCore:
         self.accounts = self.accounts.after(entry.answers, item.head.epoch, self.config.max_staleness)
         for answer in entry.answers:
             self._held[answer.digest] = item.head.epoch
+        if in_time and item.certificate is not None:
+            self._judge_leaders(item.certificate.ballot)
         if in_time:
             self._beliefs.committed(entry, self._now, self._believed_seconds)
             if self._slot.in_time:
@@ -955,6 +989,14 @@ class SyncCore:
         self._do(Apply(item, tuple((each.number, each.cells) for each in settled)))
         if self.phase is not Phase.CATCHING_UP:
             self._settle_in()
+
+    def _judge_leaders(self, ballot: Ballot) -> None:
+        """The entry was certified at this ballot: leaders with turns before it led in vain."""
+        for peer in self._slot.order[: ballot.turn]:
+            if peer not in (ballot.leader, self.me.peer):
+                self._contacts[peer].led_in_vain(self._head().epoch)
+        if ballot.leader != self.me.peer:
+            self._contacts[ballot.leader].vain = 0
 
     def _take(self, item: LogItem) -> None:
         """Write the new head with all that belongs to it, and enter its slot."""
@@ -1102,7 +1144,8 @@ class SyncCore:
         if self.me in opening.members:
             return True
         view = self._membership().view
-        if not any(member.peer in view for member in opening.members) and set(self._in_touch()) & view.keys():
+        here = {*self._in_touch(), self.me.peer}
+        if not any(member.peer in view for member in opening.members) and here & view.keys():
             return False  # strangers open a branch only when everybody has left
         fork = self._fork(suffix)
         if not self._is_alone(ALONE_SLACK) or not fork.is_plausible:
@@ -1358,8 +1401,14 @@ class SyncCore:
         attempt = self._slot.opening
         if attempt is not None and self._now - attempt.asked < self.config.isolated_after:
             return
+        if attempt is not None:
+            self._leave_out(attempt)
         lonely = self.config.alone_after - ALONE_SLACK
-        company = [self.me] + [member for member, report in self._reporting() if report.alone_for >= lonely]
+        company = [self.me] + [
+            member
+            for member, report in self._reporting()
+            if report.alone_for >= lonely and self._now >= self._slot.left_out_until.get(member.peer, self._now)
+        ]
         members = opening_members(self._last(), company)
         if self.me not in members or opener(self._lineage(), members) != self.me.peer:
             return
@@ -1374,6 +1423,15 @@ class SyncCore:
             if each.peer != self.me.peer:
                 self._send(each.peer, AskOpening(opening))
         self._open_if_signed()
+
+    def _leave_out(self, attempt: OpeningAttempt) -> None:
+        """Members that did not sign are left out for a while, longer each time."""
+        slot = self._slot
+        for member in attempt.opening.members:
+            if member.peer not in attempt.signers:
+                slot.unsigned[member.peer] = slot.unsigned.get(member.peer, 0) + 1
+                patience = self.config.isolated_after * 2 ** min(slot.unsigned[member.peer], LONGEST_LEFT_OUT)
+                slot.left_out_until[member.peer] = self._now + patience
 
     def _sign(self, opening: Opening) -> None:
         self._last_opening = opening

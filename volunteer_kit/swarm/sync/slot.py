@@ -15,6 +15,7 @@ from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import BallotRecord, Propose, Round
 from volunteer_kit.swarm.sync.promises import Acceptor
 
+LONGEST_TRIES: Final = 3  # doublings of the time between two ballots of one leader
 LONGEST_PAUSE: Final = 8  # heartbeats between two rounds of a slot that fail
 
 
@@ -41,6 +42,12 @@ class Slot:
     considered: Propose | None = None  # its answers are being fetched
     may_wait_until: float | None = None  # s; most peers in touch are catching up
     opening: OpeningAttempt | None = None
+    unsigned: dict[str, int] = field(default_factory=dict)  # openings that each peer did not sign
+    left_out_until: dict[str, float] = field(default_factory=dict)  # s; of openings
+    outbid_by: set[str] = field(default_factory=set)  # members whose higher promise was heeded once
+    ballots: dict[str, Ballot] = field(default_factory=dict)  # the last one of each leader
+    tries: dict[str, int] = field(default_factory=dict)  # ballots of each leader
+    next_ballot_at: dict[str, float] = field(default_factory=dict)  # s, when a leader may have another one
 
     @staticmethod
     def behind(item: LogItem, now: float, record: BallotRecord | None = None) -> Slot:
@@ -62,6 +69,24 @@ class Slot:
         if ballot.turn != self.turn:
             self.follow_turn(ballot.turn, now)
         self.followed = ballot
+
+    def note_ballot(self, ballot: Ballot, now: float, timeout: float) -> bool:
+        """A leader speaks at this ballot: another one of its own has to wait, longer each time.
+
+        :returns: whether it is the first one of this leader
+        """
+        if ballot <= self.ballots.get(ballot.leader, Ballot(-1, "")):
+            return self.tries[ballot.leader] == 1
+        self.ballots[ballot.leader] = ballot
+        tries = self.tries[ballot.leader] = self.tries.get(ballot.leader, 0) + 1
+        self.next_ballot_at[ballot.leader] = now + timeout * 2 ** min(tries, LONGEST_TRIES)
+        return tries == 1
+
+    def is_hasty(self, ballot: Ballot, now: float) -> bool:
+        """Whether a leader counts higher again before its last ballot had time. The only public member may."""
+        last = self.ballots.get(ballot.leader)
+        alone = set(self.order) <= {ballot.leader}
+        return last is not None and ballot > last and not alone and now < self.next_ballot_at[ballot.leader]
 
     def turn_after(self, out: set[str]) -> int:
         """The next turn; members that are `out` lose theirs."""
