@@ -31,6 +31,8 @@ class Contact:
     no_slices_until: float = float("-inf")  # s
     vain: int = 0  # slots in which it had its turn and another leader brought the commit, one after another
     turn_again: int = 0  # epoch from which it has its turn again
+    outbids: int = 0  # times that its promise of a higher ballot was heeded
+    outbid_again: int = 0  # epoch from which it is heeded again
 
     def disappointed(self, now: float, seconds: float) -> None:
         """Its snapshot or its items were of no use: avoid it, longer each time."""
@@ -41,6 +43,16 @@ class Contact:
         """Another leader had to bring the commit: its next turns are skipped, more each time."""
         self.vain += 1
         self.turn_again = epoch + 2 ** min(self.vain, LONGEST_AVOIDED)
+
+    def may_outbid(self, epoch: int) -> bool:
+        """Whether its higher promise makes a leader ask anew: once, and seldom if it comes in slot after slot."""
+        if epoch < self.outbid_again:
+            return False
+        if epoch > self.outbid_again + 2**LONGEST_AVOIDED:
+            self.outbids = 0
+        self.outbids += 1
+        self.outbid_again = epoch + 2 ** min(self.outbids, LONGEST_AVOIDED)
+        return True
 
     def lost_slice(self, now: float, epoch_seconds: float) -> None:
         """It reduced a slice wrongly, or not at all: it gets none for some epochs, more each time."""

@@ -105,6 +105,7 @@ ATTEMPTS_AHEAD: Final = 8  # of what a peer has signed: nobody can use up the nu
 STUCK: Final = 3  # times as long as `alone_after`: a quorum in touch that commits nothing opens a branch
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
+OFTEN: Final = 2  # slots led in vain, one after another; then a leader's turns are skipped
 LEAST_PATIENCE: Final = 2  # halvings, with a leader that led in vain before
 LONG_EPOCH: Final = 3.0  # epochs without a commit; then the leader does not do its part
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
@@ -550,7 +551,8 @@ class SyncCore:
 
     def _is_vain(self, leader: str) -> bool:
         """Whether this leader's turn is skipped: in slots before, others had to bring the commit."""
-        return leader != self.me.peer and self._contacts[leader].turn_again > self._head().epoch
+        contact = self._contacts[leader]
+        return leader != self.me.peer and contact.vain >= OFTEN and contact.turn_again > self._head().epoch
 
     def _on_ask(self, sender: str, body: Ask) -> None:
         ballot = body.ballot
@@ -577,8 +579,7 @@ class SyncCore:
         if lead is None or sender not in self._electorate() or sender in lead.refusals:
             return
         lead.refusals.add(sender)  # it is not counted on, for this ballot
-        if body.promised and body.ballot > lead.ballot and sender not in self._slot.outbid_by:
-            self._slot.outbid_by.add(sender)
+        if body.promised and body.ballot > lead.ballot and self._contacts[sender].may_outbid(self._head().epoch):
             lead.outbid = max(body.ballot, lead.outbid or body.ballot)
 
     def _outbid(self, lead: Leadership) -> None:
@@ -991,9 +992,10 @@ class SyncCore:
             self._settle_in()
 
     def _judge_leaders(self, ballot: Ballot) -> None:
-        """The entry was certified at this ballot: leaders with turns before it led in vain."""
-        for peer in self._slot.order[: ballot.turn]:
-            if peer not in (ballot.leader, self.me.peer):
+        """The entry was certified at this ballot: leaders of lower ones that are still heard led in vain."""
+        here = set(self._in_touch())
+        for peer, before in self._slot.ballots.items():
+            if before < ballot and peer != ballot.leader and peer in here:
                 self._contacts[peer].led_in_vain(self._head().epoch)
         if ballot.leader != self.me.peer:
             self._contacts[ballot.leader].vain = 0

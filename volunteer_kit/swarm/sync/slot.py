@@ -44,7 +44,6 @@ class Slot:
     opening: OpeningAttempt | None = None
     unsigned: dict[str, int] = field(default_factory=dict)  # openings that each peer did not sign
     left_out_until: dict[str, float] = field(default_factory=dict)  # s; of openings
-    outbid_by: set[str] = field(default_factory=set)  # members whose higher promise was heeded once
     ballots: dict[str, Ballot] = field(default_factory=dict)  # the last one of each leader
     tries: dict[str, int] = field(default_factory=dict)  # ballots of each leader
     next_ballot_at: dict[str, float] = field(default_factory=dict)  # s, when a leader may have another one
