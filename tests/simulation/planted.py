@@ -244,19 +244,8 @@ PLANTED: dict[str, Planted] = {
     "a goodbye counts at any ballot": Planted(
         "nasty", "a goodbye counts from the leaver's promise on", (around(Membership, "left", _leaves_at_any_ballot),)
     ),
-    "a round is entered twice": Planted(
-        "broad", "a sender sends once under a fingerprint", ((Ledger, "rounds", lambda self, slot: ()),)
-    ),
     "nobody greets the silent": Planted(
         "broad", "branches meet again", ((SyncCore, "_greet_somebody", lambda self: None),)
-    ),
-    "a leader may take for ever": Planted(
-        "liar", "a ballot without a commit ends", ((SyncCore, "_ballot_is_old", lambda self: False),)
-    ),
-    "any report binds": Planted(
-        "liar",
-        "only what may have been certified binds",
-        ((leading, "is_quorum", lambda electorate, agreeing, left=frozenset(): True),),
     ),
     "head and accounts in two writes": Planted(
         "broad", "head, accounts and contributions change in one write", (around(Process, "_persist", _writes_twice),)
