@@ -149,6 +149,7 @@ class Process:
         self.upon: list[Upon] = []  # what is planned for the moment when it says something
         self.phase: Phase | None = None
         self.phase_since = 0.0  # s of true time
+        self._entered = 0.0  # s of the core's clock
         self.banned: set[str] = set()
         self._executing = False
         self._events: deque[Event] = deque()
@@ -388,6 +389,8 @@ class Process:
             execute[type(action)](action)
             if not self.up or self.life != life:
                 return
+        if core.phase_entered != self._entered:
+            self._entered, self.phase_since = core.phase_entered, now
         if core.phase is not self.phase:
             if history is not None:
                 history.add(now, self.name, f"is {core.phase.value}")

@@ -70,11 +70,6 @@ class Suffix:
         return places[-1] if places else None
 
     @property
-    def opens_at_once(self) -> bool:
-        """Whether the first step is the opening of a branch."""
-        return isinstance(self.items[0].step, Opening)
-
-    @property
     def entries(self) -> tuple[Entry, ...]:
         """Its entries."""
         return entries_of(self.items)

@@ -102,7 +102,7 @@ from volunteer_kit.swarm.sync.timing import Deadline, agreed
 USUAL_BANDWIDTH: Final = 10.0  # Mbit/s, until the process has measured it
 LONGEST_LEFT_OUT: Final = 5  # doublings
 ATTEMPTS_AHEAD: Final = 8  # of what a peer has signed: nobody can use up the numbers
-STUCK: Final = 3  # times as long as `alone_after`: a quorum in touch that commits nothing opens a branch
+STUCK: Final = 3  # times `alone_after`; then a client follows a branch of strangers
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
 OFTEN: Final = 2  # slots led in vain, one after another; then a leader's turns are skipped
@@ -170,6 +170,11 @@ class SyncCore:
     def phase(self) -> Phase:
         """What the peer is doing."""
         return self._clock.phase
+
+    @property
+    def phase_entered(self) -> float:
+        """s, when it entered the phase; it may come from one round into the next within one event."""
+        return self._clock.entered
 
     @property
     def head(self) -> Head | None:
@@ -316,7 +321,7 @@ class SyncCore:
         alone = self._now - self._quorum_at
         if self.phase is Phase.COLLECTING and alone > self.config.isolated_after:
             self._move(Phase.ISOLATED)
-        if self.phase is Phase.ISOLATED:
+        if self.phase is Phase.ISOLATED or (self.phase is Phase.COLLECTING and self._is_alone(0.0)):
             self._tick_alone()
 
     def _ballot_is_old(self) -> bool:
@@ -1134,8 +1139,7 @@ class SyncCore:
                 self._catch_up(sender, suffix.items[place + 1 :])
             return
         if suffix.base.head.lineage == self._lineage():
-            if not suffix.opens_at_once or self._may_join_branch(suffix):
-                self._catch_up(sender, suffix.items)
+            self._catch_up(sender, suffix.items)
         elif self._fork(suffix).they_win:
             self._fetch_snapshot(sender)  # the switch is made in one step
 
@@ -1146,13 +1150,22 @@ class SyncCore:
         if self.me in opening.members:
             return True
         view = self._membership().view
-        here = {*self._in_touch(), self.me.peer}
-        if not any(member.peer in view for member in opening.members) and here & view.keys():
-            return False  # strangers open a branch only when everybody has left
+        if not any(member.peer in view for member in opening.members) and not self._may_join_strangers():
+            return False
         fork = self._fork(suffix)
         if not self._is_alone(ALONE_SLACK) or not fork.is_plausible:
             return False
         return self.phase is Phase.ISOLATED or fork.theirs >= self.config.target_batch_size * self.config.cells
+
+    def _may_join_strangers(self) -> bool:
+        """Strangers open a branch when everybody has left. A member of the view that is still here can open one by
+        itself; a client cannot, so it follows them in the end."""
+        view = self._membership().view
+        if view.keys() & set(self._in_touch()):
+            return False
+        if self.me.peer not in view:
+            return True
+        return not self.me.public and self._alone_for() >= STUCK * self.config.alone_after
 
     def _fork(self, suffix: Suffix) -> Fork:
         assert self.log is not None
@@ -1179,8 +1192,11 @@ class SyncCore:
                 self._replay = self._replay[1:]
                 self._commit(item)
             else:
-                self._replay = self._replay[1:]
                 assert isinstance(step, Opening)
+                if not self._may_join_branch(Suffix(self._last(), self._replay)):
+                    self._replay = ()
+                    break
+                self._replay = self._replay[1:]
                 self._open(item)
         self._source = None
         if self.phase is Phase.CATCHING_UP:
@@ -1381,8 +1397,8 @@ class SyncCore:
 
     def _alone_for(self) -> float:
         """s that this peer has been alone: no quorum was in touch. A quorum in touch elects a leader; only if nothing
-        comes of that for `STUCK` times as long, because its accepted proposal is lost, does it count as well."""
-        return max(self._now - self._touched_at, (self._now - self._quorum_at) / STUCK)
+        comes of that long after the epoch's deadline, because an accepted proposal is lost, does it count as well."""
+        return max(self._now - self._touched_at, self._now - self._slot.began - self.config.epoch_deadline)
 
     def _is_alone(self, slack: float) -> bool:
         """Whether this peer may open a branch, or follow one of which it is no member."""
