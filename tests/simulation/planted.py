@@ -18,6 +18,7 @@ from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.beliefs import Beliefs
 from volunteer_kit.swarm.sync.branches import Fork, Suffix
 from volunteer_kit.swarm.sync.certificates import Certificate, Membership
+from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contributions import Accounts, Ledger
 from volunteer_kit.swarm.sync.core import SyncCore
 from volunteer_kit.swarm.sync.entries import Entry
@@ -294,6 +295,7 @@ PLANTED: dict[str, Planted] = {
         (
             (Beliefs, "why_refused", lambda self, *arguments: None),
             (Beliefs, "limit", lambda self, *arguments: float("inf")),
+            (SyncConfig, "most_epochs", property(lambda self: 1 << 40)),
         ),
     ),
     "any branch is believed": Planted(
