@@ -11,6 +11,7 @@ from hivemind.compression import NoCompression
 from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
+from tests.virtual_time import run_in_virtual_time
 from volunteer_kit.robust.mean import weighted_mean
 from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.allreduce import SwarmAllReduce
@@ -21,7 +22,8 @@ SIZES = [(3, 7), (50,), (1,), (40, 40)]
 
 
 def run(story: Callable):
-    return asyncio.run(asyncio.wait_for(story(), 20))
+    """For at most 20 s of a clock that waits for the machine."""
+    return run_in_virtual_time(story, 20)
 
 
 class Address:

@@ -66,8 +66,9 @@ def test_whoever_comes_is_checked_credited_and_told_so(tmp_path, hub):
         bob.wait_for(counts, CREDITED)
         wait_until(lambda: host.credit_of("bob"), CREDITED, "who was found right has credit")
         leave(ada)
-        before = host.credit_of("bob"), host.credit_of("ada")
         here.append(again := join("ada", tmp_path, host, again=1))  # the same machine: it is trusted still
+        again.wait_for(lambda event: event["event"] == "epoch" and event["group_size"] > 1, UP)
+        before = host.credit_of("bob"), host.credit_of("ada")  # credit of the first stay comes late
         wait_until(lambda: host.credit_of("bob") > before[0], CREDITED, "it goes on without who had checked it")
         wait_until(lambda: host.credit_of("ada") > before[1], CREDITED, "and so does who comes back")
         leave(bob), leave(again)
