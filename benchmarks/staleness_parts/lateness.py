@@ -1,7 +1,7 @@
 """The schedule of an emulated swarm: what each worker computes, what comes late, and what a rule makes of it.
 
 Pure arithmetic, without tensors. Time is counted in computed samples of the whole swarm, and cut into slots of one
-target batch. What a worker computes in a slot is its contribution, which is in time or late as a whole. A late
+target batch. A contribution is all that one worker computes in one slot; it is in time or late as a whole. A late
 contribution is computed on the parameters of epoch `e` and enters the step of epoch `e + k`; `k` is its age. Lateness
 belongs to the slot and not to the epoch, so under every rule the same samples are late by the same age.
 """
@@ -33,7 +33,7 @@ DISCOUNTS: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What a swarm does with late contributions.
+    """How a swarm treats late contributions.
 
     :param discount: of DISCOUNTS, the weight of a late sample of age `k`; a fresh sample weighs 1
     :param is_late: False: every contribution is in time

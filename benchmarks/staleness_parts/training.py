@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What one training depends on, beside its rule."""
+    """The settings of one training, beside its rule."""
 
     data: str  # "scenes" or "emoji"
     codec: str  # of CODECS
