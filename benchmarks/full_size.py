@@ -39,6 +39,7 @@ from volunteer_kit.training.protocol import WorkerSpec
 EMOJI = os.environ.get("VOLUNTEER_KIT_EMOJI", str(Path(__file__).parents[2] / "shared" / "data" / "emoji"))
 PEER_MEMORY = 12e9  # bytes that a peer may have
 EPOCHS = 2
+ORDER_S = 5.0  # seconds until a peer has surely been told where to end
 BOUNDS = {"peak_rss_gb": 12, "disk_gb": 4, "param_gap": 1e-5, "gpu_gb": 8}
 
 
@@ -81,7 +82,7 @@ class Peer:
     def __init__(
         self, number: int, run: RunConfig, initial_peers: list[str], folder: Path, threads: int, sharing: int = 1
     ) -> None:
-        """:param sharing: peers among which a worker takes this machine to be shared"""
+        """:param sharing: peers that share this machine, as the worker is told"""
         self.name, self.folder = f"peer {number}", folder / f"peer-{number}"
         self.folder.mkdir()
         self.events: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
@@ -102,8 +103,12 @@ class Peer:
             peers_on_machine=sharing,
         )  # fmt: skip
         self.say({"worker": worker.model_dump(), "log": str(self.folder / "log")})
-        self.say(EPOCHS)
         threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def together(self) -> int:
+        """Epochs that this peer took with another."""
+        return sum(epoch["group_size"] > 1 for epoch in self.epochs)
 
     def say(self, order: object) -> None:
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -133,7 +138,7 @@ class Peer:
                 self.device = event
                 console.print(f"{self.name}: batch {event['batch_size']}, {event['precision']}: {event['why']}")
             elif event["event"] == "epoch":
-                self.epochs.append(event)
+                self.epochs.append(event | {"seen": time.monotonic()})
                 console.print(
                     f"{self.name}: epoch {event['epoch']}, {event['samples']} samples of its own, group of "
                     f"{event['group_size']}, received {event['received']:.0%}, loss {event['loss'] or float('nan'):.3f}"
@@ -200,10 +205,21 @@ def start_bootstrap() -> tuple[subprocess.Popen, list[str]]:
     return process, json.loads(process.stdout.readline())["maddrs"]
 
 
-def train(peers: list[Peer], console: Console, patience: float) -> float | None:
-    """Until all have finished; looks at their memory all the while. :returns: bytes of a GPU that each took at most."""
+def train(peers: list[Peer], console: Console, patience: float, together: int | None = None) -> float | None:
+    """Train until all peers have finished, and measure their memory meanwhile.
+
+    :param together: as of measure
+    :returns: the most bytes of a GPU that a peer took, or None without a GPU
+    """
     deadline, gpu_before, gpu = time.monotonic() + patience, gpu_used(), 0
+    if last := EPOCHS if together is None else 0:
+        for peer in peers:
+            peer.say(last)
     while not all([peer.take_events(console) for peer in peers]):
+        if together is not None and not last and min(peer.together for peer in peers) >= together:
+            last = epoch_to_end_at(peers)
+            for peer in peers:
+                peer.say(last)
         for peer in peers:
             peer.measure()
         gpu = max(gpu, gpu_used() - gpu_before)
@@ -211,6 +227,13 @@ def train(peers: list[Peer], console: Console, patience: float) -> float | None:
             raise SystemExit(f"not finished after {patience / 60:.0f} minutes")
         time.sleep(0.5)
     return gpu / len(peers) if torch.cuda.is_available() else None
+
+
+def epoch_to_end_at(peers: list[Peer]) -> int:
+    """-> an epoch that no peer has passed when the order reaches it: two ahead, and what a peer takes in ORDER_S."""
+    now = time.monotonic()
+    recent = max(sum(now - epoch["seen"] < ORDER_S for epoch in peer.epochs) for peer in peers)
+    return max(epoch["epoch"] for peer in peers for epoch in peer.epochs) + 2 + recent
 
 
 def gpu_used() -> int:
@@ -250,12 +273,14 @@ def main(data: str, target_batch_size: int, patience: float) -> int:
 
 
 def measure(
-    run: RunConfig, folder: Path, console: Console, patience: float, sharing: int = 1
+    run: RunConfig, folder: Path, console: Console, patience: float, sharing: int = 1, together: int | None = None
 ) -> tuple[list[Peer], dict[str, Any]]:
-    """Two peers apply EPOCHS epochs of `run` together. -> them, as they ended, and figures. Raises SystemExit.
+    """Let two peers train `run`, and measure them. -> the peers, as they ended, and figures. Raises SystemExit.
 
     :param folder: their home, with the run's image tokenizer in it
     :param sharing: as of Peer
+    :param together: the peers end soon after each has taken so many epochs with the other, however many the first took
+        before the second was there; None ends them at epoch EPOCHS
     """
     peers: list[Peer] = []
     tokenizer_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -271,7 +296,7 @@ def measure(
             if limited
             else "No control group could be made (it takes root): the peers may have all memory there is."
         )
-        gpu_bytes = train(peers, console, patience)
+        gpu_bytes = train(peers, console, patience, together)
         seconds = time.monotonic() - started
         held = compare(*(Path(peer.checkpoint) for peer in peers))
         disk = max(peer.disk() for peer in peers) + tokenizer_bytes

@@ -1,8 +1,8 @@
 """Two real peers of the original's run on one card: what benchmarks/full_size.py does on CPUs.
 
-They go on to a sixth epoch, of which they have to take two together: the first to come is alone in its first ones.
-Each is a supervisor, its worker, DHT and averagers; they read image shards, encode them on the card, train, average
-and step together, and their checkpoints are compared.
+They go on until they have taken TOGETHER epochs together: the first to come is alone in its first ones. Each is a
+supervisor, its worker, DHT and averagers; they read image shards, encode them on the card, train, average and step
+together, and their checkpoints are compared.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from rich.console import Console
 from benchmarks import full_size
 from benchmarks.gpu_parts.material import image_shards, original
 from benchmarks.gpu_parts.part import Setting, Tell
+
+TOGETHER = 2  # epochs
 
 
 def measure(setting: Setting, tell: Tell) -> None:
@@ -35,9 +37,9 @@ def measure(setting: Setting, tell: Tell) -> None:
             "swarm": run.swarm.model_copy(update=patience),
         }
     )  # fmt: skip
-    full_size.PEER_MEMORY, full_size.EPOCHS = 40e9, 6  # the card's memory is what is measured
-    peers, found = full_size.measure(run, home, Console(), setting.left() - 5, sharing=2)
-    together = min(sum(epoch["group_size"] == 2 for epoch in peer.epochs) for peer in peers)
+    full_size.PEER_MEMORY = 40e9  # the card's memory is what is measured
+    peers, found = full_size.measure(run, home, Console(), setting.left() - 5, sharing=2, together=TOGETHER)
+    together = min(peer.together for peer in peers)
     received = min((e["received"] for peer in peers for e in peer.epochs if e["group_size"] == 2), default=0.0)
     found |= {"together": together, "received": received, "parameters_equal": found["param_gap"] == 0}
     found["loss_last"] = peers[0].epochs[-1]["loss"]
@@ -51,5 +53,5 @@ def measure(setting: Setting, tell: Tell) -> None:
         f"{together} epochs together, {card}{found['peak_pss_gb']:.1f} GB of RAM each, parameters {equal}, "
         f"{60 * found['minutes']:.0f} s"
     )
-    if together < 2 or received < 1 or found["param_gap"] > 1e-5:
+    if together < TOGETHER or received < 1 or found["param_gap"] > 1e-5:
         raise SystemExit(f"They did not train together as they should: {found}")
