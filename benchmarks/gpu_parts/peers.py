@@ -1,6 +1,6 @@
 """Two real peers of the original's run on one card: what benchmarks/full_size.py does on CPUs.
 
-They go on until they have taken TOGETHER epochs together: the first to come is alone in its first ones. Each is a
+They go on until they have taken two epochs together: the first to come is alone in its first ones. Each is a
 supervisor, its worker, DHT and averagers; they read image shards, encode them on the card, train, average and step
 together, and their checkpoints are compared.
 """
@@ -14,8 +14,6 @@ from rich.console import Console
 from benchmarks import full_size
 from benchmarks.gpu_parts.material import image_shards, original
 from benchmarks.gpu_parts.part import Setting, Tell
-
-TOGETHER = 2  # epochs
 
 
 def measure(setting: Setting, tell: Tell) -> None:
@@ -38,10 +36,8 @@ def measure(setting: Setting, tell: Tell) -> None:
         }
     )  # fmt: skip
     full_size.PEER_MEMORY = 40e9  # the card's memory is what is measured
-    peers, found = full_size.measure(run, home, Console(), setting.left() - 5, sharing=2, together=TOGETHER)
-    together = min(peer.together for peer in peers)
-    received = min((e["received"] for peer in peers for e in peer.epochs if e["group_size"] == 2), default=0.0)
-    found |= {"together": together, "received": received, "parameters_equal": found["param_gap"] == 0}
+    peers, found = full_size.measure(run, home, Console(), setting.left() - 5, sharing=2)
+    found["parameters_equal"] = found["param_gap"] == 0
     found["loss_last"] = peers[0].epochs[-1]["loss"]
     tell(**found)
     for number, peer in enumerate(peers, start=1):
@@ -50,8 +46,8 @@ def measure(setting: Setting, tell: Tell) -> None:
     card = f"{found['gpu_gb']:.2f} GB of the card each, " if found["gpu_gb"] else ""
     equal = "equal" if found["param_gap"] == 0 else f"apart by {found['param_gap']:.1e}"
     tell.summary(
-        f"{together} epochs together, {card}{found['peak_pss_gb']:.1f} GB of RAM each, parameters {equal}, "
+        f"{found['epochs']} epochs together, {card}{found['peak_pss_gb']:.1f} GB of RAM each, parameters {equal}, "
         f"{60 * found['minutes']:.0f} s"
     )
-    if together < TOGETHER or received < 1 or found["param_gap"] > 1e-5:
+    if found["received"] < 1 or found["param_gap"] > 1e-5:
         raise SystemExit(f"They did not train together as they should: {found}")
