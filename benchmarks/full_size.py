@@ -230,7 +230,7 @@ def epoch_to_end_at(peers: list[Peer]) -> int:
     """-> an epoch that no peer has passed when the order reaches it: as many ahead as a peer takes in ORDER_S."""
     now = time.monotonic()
     recent = max(sum(now - epoch["seen"] < ORDER_S for epoch in peer.epochs) for peer in peers)
-    return max(epoch["epoch"] for peer in peers for epoch in peer.epochs) + 1 + recent
+    return max(epoch["epoch"] for peer in peers for epoch in peer.epochs) + recent
 
 
 def gpu_used() -> int:
