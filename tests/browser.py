@@ -5,7 +5,7 @@
         tab.run(0)
         tab.wait_for(0, "is installed")
 
-Nothing waits by the clock: a condition in the page is awaited. Every process carries a mark and is killed by it.
+No wait is a fixed pause: each awaits a condition. Every process carries a mark and is killed by it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -136,6 +139,7 @@ class JupyterLab:
         try:
             self.url = addresses.get(timeout=STARTUP)
             assert self.url, "JupyterLab ended"
+            self._wait_until_it_listens()
         except BaseException as error:
             self.__exit__()
             error.add_note(self.log.read_text()[-2000:]) if hasattr(error, "add_note") else None
@@ -151,6 +155,19 @@ class JupyterLab:
                 if found := re.search(r"http://127\.0\.0\.1:\d+(?=/lab)", line):
                     addresses.put(found[0])
         addresses.put(None)
+
+    def _wait_until_it_listens(self) -> None:
+        """The server tells its address before it binds the port."""
+        address = urlsplit(self.url)
+        deadline = time.monotonic() + STARTUP
+        while True:
+            try:
+                socket.create_connection((address.hostname, address.port), timeout=STARTUP).close()
+                return
+            except ConnectionRefusedError:
+                assert self.process.poll() is None, "JupyterLab ended"
+                assert time.monotonic() < deadline, "JupyterLab does not listen"
+                time.sleep(0.05)
 
     def __exit__(self, *_: object) -> None:
         left = kill_all(self.process.pid, f"VOLUNTEER_KIT_BROWSER_TEST={self._mark}")
