@@ -78,12 +78,12 @@ def serving(app: Any, limits: HttpLimits, **options: Any) -> Iterator[int]:
         yield port
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 def connect(port: int, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", port), timeout=30, source_address=(source, 0))
+    made = socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(source, 0))
     made.sendall(sent)
     return made
 
@@ -104,9 +104,9 @@ def half_headers(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 def get(port: int, path: str = "/", source: str = "127.0.0.2", tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
     """Status and body, as an honest client from another address sees them."""
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=30, source_address=(source, 0))
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60, source_address=(source, 0))
     if tls is not None:
-        client = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, source_address=(source, 0), context=tls)
+        client = http.client.HTTPSConnection("127.0.0.1", port, timeout=60, source_address=(source, 0), context=tls)
     with contextlib.closing(client):
         client.request("GET", path)
         answer = client.getresponse()

@@ -58,7 +58,7 @@ class Person(TalkingPeer):
         self.here.mkdir(parents=True)
         self.order(json.dumps({"script": script, "folder": str(self.here), **order}))
 
-    def wait_for(self, found, timeout: float = 90.0) -> dict:
+    def wait_for(self, found, timeout: float = 240.0) -> dict:
         event = super().wait_for(lambda e: e["event"] == "failed" or found(e), timeout)
         assert event["event"] != "failed", event["why"]
         return event
@@ -122,7 +122,7 @@ class Pair:
         idle = [person for person in self._people if not person.busy]
         for person in idle:
             person.process.stdin.close()
-        codes = [person.process.wait(30) for person in idle]
+        codes = [person.process.wait(120) for person in idle]
         assert not any(codes) and not any("Traceback" in person.log.read_text() for person in idle)
 
     def close(self) -> None:

@@ -92,11 +92,11 @@ def served(authority: Authority, port: int = 0) -> Iterator[str]:
     thread = threading.Thread(target=serve, args=(authority.app,), kwargs=arguments)
     thread.start()
     try:
-        assert ready.wait(30), "the authority did not start"
+        assert ready.wait(120), "the authority did not start"
         yield at[0]
     finally:
         stop.set()
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive(), "it ends soon after it was told to"
 
 

@@ -34,7 +34,7 @@ def make_optimizer(peer) -> SwarmOptimizer:
 
 def train(optimizer: SwarmOptimizer, epochs: int) -> None:
     last = optimizer.local_epoch + epochs
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while optimizer.local_epoch < last:
         optimizer.zero_grad()
         for parameter in optimizer.state_averager.main_parameters:

@@ -16,7 +16,7 @@ from jupyter_client import BlockingKernelClient, KernelManager
 from tests import older_packages
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT = 60  # s until something is there; a busy machine takes long to start anything
+TIMEOUT = 180  # s until something is there; a busy machine takes long to start anything
 
 
 class Page:
@@ -143,7 +143,7 @@ def opened(manager: KernelManager) -> Iterator[Page]:
     """A fresh page of this kernel."""
     client = manager.blocking_client()
     client.start_channels()
-    client.wait_for_ready(timeout=60)
+    client.wait_for_ready(timeout=TIMEOUT)
     try:
         yield Page(client)
     finally:

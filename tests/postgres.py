@@ -34,12 +34,13 @@ def postgres() -> Iterator[Callable[[], str]]:
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": "/"}
     try:
         os.chown(folder, owner.pw_uid, owner.pw_gid)
-        cluster, port = folder / "cluster", free_port()
+        cluster = folder / "cluster"
         initdb = [programs / "initdb", "-D", cluster, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync"]
         subprocess.run([*initdb, "--locale=C"], check=True, **quiet, **as_owner)
+        port = free_port()  # now, and not before the seconds that initdb takes
         options = [f"-c {name}={value}" for name, value in SETTINGS.items()]
         options += [f"-p {port}", "-c listen_addresses=127.0.0.1", f"-k {folder}"]
-        control = [programs / "pg_ctl", "-D", cluster, "-w", "-l", folder / "log"]
+        control = [programs / "pg_ctl", "-D", cluster, "-w", "-t", "240", "-l", folder / "log"]
         subprocess.run([*control, "-o", " ".join(options), "start"], check=True, **quiet, **as_owner)
         try:
             yield lambda: _new_database(port)

@@ -135,7 +135,7 @@ def test_no_more_is_remembered_than_there_is_room_for(attendance):
 def test_a_group_waits_longer_for_who_will_come_than_for_who_may_be_gone(peer, awaited, size):
     """Three are expected; the third begins to look when the time in which groups come together is over."""
     config = PeerConfig(initial_peers=peer.visible_maddrs(), host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60)
-    matchmaking_time = 3.0
+    matchmaking_time, late_after = 6.0, 1.25 if awaited == 3 else 1.75
     with contextlib.ExitStack() as ends:
         peers = [peer, *(start_peer(config) for _ in range(2))]
         for other in peers[1:]:
@@ -155,14 +155,15 @@ def test_a_group_waits_longer_for_who_will_come_than_for_who_may_be_gone(peer, a
             ends.callback(members[-1].shutdown)
             members[-1].expected_group_size = 3
         began = time.monotonic()
-        controls = [member.step(gather=member.to_tell(0), wait=False, timeout=60) for member in members[:2]]
-        while time.monotonic() - began < 1.25 * matchmaking_time and not controls[0].done():
+        controls = [member.step(gather=member.to_tell(0), wait=False, timeout=120) for member in members[:2]]
+        while time.monotonic() - began < late_after * matchmaking_time and not controls[0].done():
             for member in members[:2]:
                 member.awaited_group_size = awaited
             time.sleep(0.05)
+        assert awaited == 3 or controls[0].done(), "it waits for who may be gone"
         members[2].awaited_group_size = awaited
-        late = members[2].step(gather=members[2].to_tell(0), wait=False, timeout=60)
+        late = members[2].step(gather=members[2].to_tell(0), wait=False, timeout=120)
         try:
-            assert len(controls[0].result(60)) == size
+            assert len(controls[0].result(120)) == size
         finally:
             late.cancel()

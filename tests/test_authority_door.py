@@ -113,14 +113,14 @@ def test_with_a_certificate_it_speaks_tls_only(hub, tmp_path):
     thread = threading.Thread(target=serve, args=(authority.app,), kwargs=how)
     thread.start()
     try:
-        assert ready.wait(30) and at[0].startswith("https://")
-        answer = requests.post(f"{at[0]}/v1/join", json=join_body(token), verify=str(cert), timeout=20)
+        assert ready.wait(120) and at[0].startswith("https://")
+        answer = requests.post(f"{at[0]}/v1/join", json=join_body(token), verify=str(cert), timeout=60)
         assert answer.status_code == 200
         with pytest.raises(requests.RequestException):
-            requests.get(at[0].replace("https", "http") + "/v1/run", timeout=10)
+            requests.get(at[0].replace("https", "http") + "/v1/run", timeout=60)
     finally:
         stop.set()
-        thread.join(15)
+        thread.join(60)
     authority.storage.close()
 
 
@@ -134,22 +134,22 @@ def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(hub, tmp_path
     thread.start()
 
     def shown() -> str:
-        return ssl.get_server_certificate(("127.0.0.1", int(at[0].rpartition(":")[2])), timeout=10)
+        return ssl.get_server_certificate(("127.0.0.1", int(at[0].rpartition(":")[2])), timeout=60)
 
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         old = cert.read_text()
         assert shown().strip() == old.strip()
         os.replace(other, cert)  # not its key yet
-        wait_until(lambda: "cannot be used" in caplog.text, 10.0)
+        wait_until(lambda: "cannot be used" in caplog.text, 60.0)
         assert shown().strip() == old.strip()
         time.sleep(1.5)
         assert caplog.text.count("cannot be used") == 1, "told once"
         os.replace(other_key, private)
-        wait_until(lambda: shown().strip() == cert.read_text().strip() != old.strip(), 10.0)
+        wait_until(lambda: shown().strip() == cert.read_text().strip() != old.strip(), 60.0)
     finally:
         stop.set()
-        thread.join(15)
+        thread.join(60)
     authority.storage.close()
 
 

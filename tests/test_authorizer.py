@@ -306,7 +306,7 @@ def test_an_authority_that_is_away_is_the_cause_once_the_token_has_ended(authori
     with served(authority, port) as url:
         anna = volunteer(url, clock=lambda: time.time() + ahead[0], on_trouble=told.put)
         anna.authorizer.join()
-    assert anna.authorizer.why_no_token() is None
+        assert anna.authorizer.why_no_token() is None
     anna.authorizer.start()
     assert "does not answer" in told.get(timeout=SOON)
     ahead[0] = LIFETIME
@@ -315,7 +315,7 @@ def test_an_authority_that_is_away_is_the_cause_once_the_token_has_ended(authori
     ahead[0] = 0.0
     with served(authority, port):
         anna.next_token(), anna.next_token()
-    assert anna.authorizer.why_no_token() is None and told.empty(), "once in a row of vain questions"
+        assert anna.authorizer.why_no_token() is None and told.empty(), "once in a row of vain questions"
 
 
 def test_a_clock_that_goes_back_is_told_by_the_authority_and_ends_no_stay(hub, volunteer, monkeypatch, tmp_path):

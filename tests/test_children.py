@@ -187,7 +187,7 @@ def test_a_first_peer_whose_dht_dies_is_started_again_with_its_identity(tmp_path
         assert news.get(timeout=UP).kind == "ready" and watch.ready["peer_id"] == peer_id
     finally:
         watch.begin_stop()
-        if not watch.join(20):
+        if not watch.join(60):
             watch.kill()
 
 

@@ -17,7 +17,7 @@ from volunteer_kit.journal import JournalReader
 from volunteer_kit.swarm.peer import free_port
 
 NAMES = ("ada", "bob", "cleo", "mallory")
-WITHIN = 60.0  # s
+WITHIN = 180.0  # s; far less, but on a busy machine
 
 
 class Swarm:
@@ -84,10 +84,9 @@ def test_in_an_open_run_most_shut_out_one_and_few_nobody(tmp_path):
         assert run.peers["mallory"].ask(ask="convict", peer=run.id_of("ada"))["stored"]
         for name in NAMES[:2]:
             assert run.peers[name].ask(ask="convict", peer=run.id_of("mallory"))["stored"]
-        for _ in range(2):
-            found = [run.peers[name].ask(ask="look")["condemned"] for name in NAMES[:3]]
-        assert found == [[run.id_of("mallory")]] * 3, "two of three"
         for name in NAMES[:3]:
+            peer = run.peers[name]  # two of three; it takes two looks, and one that misses somebody costs another two
+            until(lambda p=peer: p.ask(ask="look")["condemned"] == [run.id_of("mallory")], peer)
             assert run.verdict(name, "mallory") == "convicted" and run.verdict(name, "ada") is None
             assert run.id_of("mallory") not in run.peers[name].ask(ask="seen")["seen"], "its records do not count"
 
@@ -128,6 +127,7 @@ def test_most_convict_one_the_authority_bans_it_and_a_moderator_lets_it_in_again
         (finding,) = moderators.convictions([ban])["mallory"]["findings"]
         assert finding["by"] == ["ada", "bob", "cleo"]
         journal = JournalReader(tmp_path / "monitor" / "journal.sqlite")
+        until(lambda: journal.events(10, ("banned",)), run.peers["monitor"])
         (event,) = journal.events(10, ("banned",))
         assert sentence(event, Names(())).startswith("mallory was banned by the swarm: 3 of the 3 other accounts found")
 

@@ -60,7 +60,7 @@ def rewrite_what_a_fork_inherited() -> dict:
 def test_a_fork_gives_back_all_large_tensors_but_the_shared_ones():
     """In a process of its own: a fork of pytest would have all that other tests have left."""
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # a fork has none of its parent's, and would wait for them
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120, env=one_thread)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=240, env=one_thread)
     found = json.loads(done.stdout)
     assert found.pop("own") < 120 * MB  # the Python in it takes 60; kept tensors would add 160
     assert found == {"shared": 8 * MB, "small": 100, "shape": [8 * MB], "exitcode": 0, "kept": True}
@@ -85,7 +85,7 @@ def test_a_program_may_choose_any_start_method():
     """A script may set "spawn", Python 3.14 begins with "forkserver": a peer's processes are forked all the same, and
     what the program chose stays."""
     command = [sys.executable, "-c", TRAIN_ALONE, "spawn", "forkserver"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parents[1])
     assert done.stdout.splitlines() == ["spawn 1 spawn", "forkserver 1 forkserver"], done.stderr[-2000:]
 
 
@@ -110,7 +110,7 @@ def test_the_collector_takes_no_task_that_waits(peer):
     """One that is taken leaves who asked for it waiting for ever."""
     asked = peer.dht.run_coroutine(await_what_nobody_holds, return_future=True)
     peer.dht.run_coroutine(collect_and_answer)
-    assert asked.result(timeout=20) == "it came"
+    assert asked.result(timeout=120) == "it came"
 
 
 def have_ended() -> None:
@@ -125,9 +125,11 @@ class OfOneWhoEnded:
 
 
 def test_a_question_of_one_who_has_ended_stops_nobody(peer):
-    """hivemind's DHT then stands still for 5 s; one that should end is killed meanwhile."""
-    peer.dht._outer_pipe.send(("_get", [], {"future": OfOneWhoEnded()}))
-    assert peer.dht.run_coroutine(count_tasks, return_future=True).result(timeout=3.0) > 0
+    """hivemind's DHT then stands still for 5 s; one that should end is killed meanwhile. After so many questions it
+    would for longer than is waited here."""
+    for _ in range(60):
+        peer.dht._outer_pipe.send(("_get", [], {"future": OfOneWhoEnded()}))
+    assert peer.dht.run_coroutine(count_tasks, return_future=True).result(timeout=60.0) > 0
 
 
 class Handed:
@@ -147,8 +149,8 @@ def test_a_question_of_one_who_ends_while_it_hands_over_its_pipe_ends_nobody(pee
         ends = threading.Thread(target=lambda: owner.accept().close())
         ends.start()
         peer.dht._outer_pipe.send(("_get", [], {"future": Handed(owner.address)}))
-        ends.join(10)
-        assert peer.dht.run_coroutine(count_tasks, return_future=True).result(timeout=10.0) > 0
+        ends.join(60)
+        assert peer.dht.run_coroutine(count_tasks, return_future=True).result(timeout=60.0) > 0
 
 
 async def count_tasks(dht, node) -> int:
@@ -188,7 +190,7 @@ def test_an_order_that_comes_in_two_pieces_is_read_whole(peer, order_of):
         with pytest.raises(TimeoutError):
             measured.result(timeout=0.5)  # the first piece has been read long ago
         os.write(pipe.fileno(), order)
-        assert measured.result(timeout=10) == LONG
+        assert measured.result(timeout=60) == LONG
 
 
 is_handed_over = threading.Event()
@@ -214,9 +216,9 @@ def test_an_order_whose_sender_is_busy_does_not_stop_the_process_that_reads():
     there.send(("_store", [], {}))
     assert not inbox.poll(), "and it did not wait"
     is_handed_over.set()
-    assert wait([inbox], timeout=10)
+    assert wait([inbox], timeout=60)
     assert inbox.recv() == ("_get", ["handed over"], {})
-    assert wait([inbox], timeout=10)
+    assert wait([inbox], timeout=60)
     assert inbox.recv() == ("_store", [], {}), "in their order"
     assert not inbox.poll()
 
@@ -241,7 +243,7 @@ def test_who_is_killed_leaves_no_process_behind(tmp_path):
         peer.wait_epoch(1)
         processes = psutil.Process(peer.process.pid).children(recursive=True)
         peer.process.kill()
-        _, alive = psutil.wait_procs(processes, timeout=20)
+        _, alive = psutil.wait_procs(processes, timeout=120)
         names = [process.cmdline() for process in alive]
         assert len(processes) >= 4 and not any("swarm_peer" in str(name) or "p2pd" in str(name) for name in names)
     finally:

@@ -65,7 +65,7 @@ def test_what_cannot_be_drawn_is_told(checkpoints, tmp_path):
 def test_the_command_prints_the_paths(checkpoints, tmp_path):
     command = [sys.executable, "-m", "volunteer_kit.cli", "generate", CAPTION, "--checkpoint", str(checkpoints)]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "p")], capture_output=True, text=True, timeout=120, env=os.environ
+        [*command, "--out", str(tmp_path / "p")], capture_output=True, text=True, timeout=240, env=os.environ
     )
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines()[1:]:
@@ -77,7 +77,7 @@ def test_the_command_prints_the_paths(checkpoints, tmp_path):
     (damaged / "model.safetensors").write_bytes(broken.read_bytes()[:-5])
     command[-1] = str(damaged)
     command += ["--out", str(tmp_path / "q")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "cut off" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -88,7 +88,7 @@ def end_equal(*peers: TalkingPeer) -> list[list[float]]:
 @pytest.mark.slow
 def test_of_three_one_is_killed_and_another_killed_and_resumed(tmp_path):
     """The two that are left end with one model, and wait for nobody, though the records of the dead stay a minute."""
-    with trainers(tmp_path, 48, max_steps=40, save_strategy="steps", save_steps=5) as swarm:
+    with trainers(tmp_path, 48, max_steps=80, save_strategy="steps", save_steps=5) as swarm:
         first, lost, resumed = swarm.all_begin(3)
         again = swarm.load()
         met = step_of(resumed, after=8, group_size=3)["epoch"]
@@ -98,18 +98,18 @@ def test_of_three_one_is_killed_and_another_killed_and_resumed(tmp_path):
         checkpoint = resumed.out.with_suffix(".safetensors.d") / "checkpoint-5"  # a later one may be half written
         swarm.begin(again, 2, resume=str(checkpoint))
         back = step_of(again, after=met, group_size=2)["epoch"]
-        first.wait_for(lambda e: e["event"] == "step" and e["epoch"] == 40)
+        first.wait_for(lambda e: e["event"] == "step" and e["epoch"] == 80)
         later = [e["seconds"] for e in first.events if e["event"] == "step" and back + 8 < e["epoch"] <= back + 18]
-        assert min(later) < MEETING["matchmaking_time"] / 2
-        first.wait_event("done", timeout=30.0)
+        assert min(later) < MEETING["matchmaking_time"]
+        first.wait_event("done", timeout=50.0)  # the records of the dead stay for longer
         losses = end_equal(first, again)
-        assert last_step(first) == last_step(again) == 40
+        assert last_step(first) == last_step(again) == 80
         assert all(loss[-1] < loss[0] for loss in losses)
 
 
 @pytest.mark.slow
 def test_a_slow_one_is_left_out_and_comes_back(tmp_path):
-    with trainers(tmp_path, 48, max_steps=30) as swarm:
+    with trainers(tmp_path, 48, max_steps=60) as swarm:
         first, second, slow = swarm.all_begin(3)
         met = step_of(slow, after=5, group_size=3)["epoch"]
         slow.process.send_signal(signal.SIGSTOP)  # its p2pd goes on, as that of a machine with much to compute
@@ -117,7 +117,7 @@ def test_a_slow_one_is_left_out_and_comes_back(tmp_path):
         slow.process.send_signal(signal.SIGCONT)
         assert step_of(slow, after=without, group_size=3)["rows"]
         losses = end_equal(first, second, slow)
-        assert last_step(first) == last_step(second) == last_step(slow) == 30
+        assert last_step(first) == last_step(second) == last_step(slow) == 60
         assert all(loss[-1] < loss[0] for loss in losses)
 
 

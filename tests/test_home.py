@@ -113,11 +113,11 @@ def test_the_lock_is_free_when_the_last_process_of_its_holder_is_gone(tmp_path):
     )
     try:
         assert holder.stdout.readline().strip() == "True"
-        holder.wait(30)
+        holder.wait(120)
         home = Home(tmp_path)
         assert home.lock("volunteer") and not home.lock("worker")
         holder.stdin.close()
-        assert home.lock("worker", patience=20)
+        assert home.lock("worker", patience=120)
         home.unlock()
         assert Home(tmp_path).lock("worker")
     finally:

@@ -80,7 +80,7 @@ class HostOfTwo:
         family = [psutil.Process(pid) for pid in find(self.process.pid, self._mark) if pid != self.process.pid]
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        alive = psutil.wait_procs(family, timeout=60)[1]
+        alive = psutil.wait_procs(family, timeout=UP)[1]
         assert not alive, f"they live on: {alive}"
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class HostOfTwo:
 
     def state(self) -> dict:
         """As the dashboard tells programs."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.board}/api/state", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.board}/api/state", timeout=60) as answer:
             return json.load(answer)
 
     def credit_of(self, name: str) -> int:

@@ -37,7 +37,7 @@ def fill(journal: Journal, times) -> None:
 
 def in_another_process(code: str, path: Path) -> str:
     program = f"import sys\nfrom volunteer_kit.journal import *\npath = sys.argv[1]\n{code}"
-    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

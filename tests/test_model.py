@@ -251,7 +251,7 @@ def test_a_missing_requirement_of_dalle_pytorch_is_named_too():
         "import sys; sys.modules['rotary_embedding_torch'] = None\n"
         "from volunteer_kit.model.dalle import PRESETS, Dalle\nDalle(PRESETS['tiny'])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert run.returncode == 1
     assert "MissingDependency" in run.stderr and "'rotary-embedding-torch' is not installed" in run.stderr
     assert "volunteer-kit setup" in run.stderr

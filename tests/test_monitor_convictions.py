@@ -76,7 +76,7 @@ def refused(kind: str) -> AuthorityRefused:
 def test_a_conviction_is_reported_until_the_authority_is_back(watch):
     one = watch(refused("away"), refused("down"), OSError("the disk is away"), "done")
     one.hand(CASE)
-    assert one.answered.wait(10)
+    assert one.answered.wait(60)
     wait_until(lambda: not one.waiting)
     evidence, votes = one.sent[-1]
     assert len(one.sent) == 4 and (votes, evidence.others, len(evidence.signatures)) == (2, 3, 2)
@@ -86,7 +86,7 @@ def test_a_conviction_is_reported_until_the_authority_is_back(watch):
 def test_a_judgement_of_the_authoritys_is_not_asked_for_again(watch, notes, kind):
     one = watch(refused(kind))
     one.hand(CASE)
-    assert one.answered.wait(10)
+    assert one.answered.wait(60)
     wait_until(lambda: not one.waiting)
     one.bans.take(BanList(1, frozenset({CASE.account})))
     assert ("reason" in notes.do("events", 1)[0]["detail"]) == (kind == "already")
@@ -97,7 +97,7 @@ def test_a_ban_by_the_swarm_is_told_with_its_cause_when_it_is_there(watch, notes
     one = watch("done")
     notes.do("set_leaderboard", [{"username": "Mallory", "samples": 3}])
     one.hand(CASE)
-    assert one.answered.wait(10) and notes.do("counts").get("banned", 0) == 0
+    assert one.answered.wait(60) and notes.do("counts").get("banned", 0) == 0
     one.bans.take(BanList(1, frozenset({CASE.account})))
     (event,) = notes.do("events", 10)
     reason = f"2 of the 3 other accounts found that {CAUSES['gradient']} (step 41)"

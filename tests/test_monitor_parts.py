@@ -280,8 +280,8 @@ def test_a_question_is_answered_once(tmp_path):
     thread = threading.Thread(target=monitor)
     thread.start()
     try:
-        assert asked.ask(tmp_path, 10, 10.0) == {"done": True, "text": "step 10"}
-        assert asked.ask(tmp_path, 7, 10.0) == {"done": False, "text": "step 7"}
+        assert asked.ask(tmp_path, 10, 60.0) == {"done": True, "text": "step 10"}
+        assert asked.ask(tmp_path, 7, 60.0) == {"done": False, "text": "step 7"}
     finally:
         done.set()
         thread.join()

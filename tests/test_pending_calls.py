@@ -34,9 +34,9 @@ def test_who_was_given_up_is_not_answered():
 async def two_peers() -> AsyncIterator[tuple[P2P, P2P]]:
     outlive_late_answers()
     outlive_late_answers()
-    first, second = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"]), None
+    first, second = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60), None
     try:
-        second = await P2P.create(initial_peers=await first.get_visible_maddrs())
+        second = await P2P.create(initial_peers=await first.get_visible_maddrs(), startup_timeout=60)
         yield first, second
     finally:
         for one in filter(None, (second, first)):
@@ -93,7 +93,7 @@ def test_an_answer_of_megabytes_that_comes_too_late_is_not_written_out(monkeypat
             logger.removeHandler(told)
         return told.records
 
-    assert not asyncio.run(asyncio.wait_for(answer_late(), 60))
+    assert not asyncio.run(asyncio.wait_for(answer_late(), 240))
 
 
 def test_a_process_goes_on_calling_after_an_answer_that_came_too_late():
@@ -117,4 +117,4 @@ def test_a_process_goes_on_calling_after_an_answer_that_came_too_late():
             answer.set()
             return (await ask(second, first, "2")).uid
 
-    assert asyncio.run(asyncio.wait_for(call_and_give_up(), 60)) == "2"
+    assert asyncio.run(asyncio.wait_for(call_and_give_up(), 240)) == "2"

@@ -25,13 +25,15 @@ print(os.getpid(), flush=True)
 time.sleep(600)
 """
 PATIENCE = 120.0  # s
+MARK = f"MARK_OF_TEST=shares-{os.getpid()}"  # no other run of the tests on this machine has it
 
 
 @pytest.fixture
 def leader() -> Iterator[psutil.Popen]:
     """It shares a tensor, and has a child in a session of its own."""
     command = [sys.executable, "-c", SHARES]
-    environment = {"PATH": "/usr/bin:/bin", "MARK": "here"}
+    name, _, value = MARK.partition("=")
+    environment = {"PATH": "/usr/bin:/bin", name: value}
     process = psutil.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     assert {int(process.stdout.readline()) for _ in range(2)} > {process.pid}
     yield process
@@ -50,7 +52,7 @@ def janitor_of(process: psutil.Popen) -> psutil.Process:
 def test_all_are_killed_and_their_shared_memory_is_gone(leader):
     processes = [leader, *leader.children(recursive=True)]
     assert len(processes) == 3 and shared_by(leader.pid)
-    assert kill_all(leader.pid, "MARK=here", PATIENCE) == []
+    assert kill_all(leader.pid, MARK, PATIENCE) == []
     assert leader.wait(PATIENCE) == -signal.SIGKILL
     assert not shared_by(leader.pid)
     assert not psutil.wait_procs(processes, PATIENCE)[1]
@@ -59,7 +61,7 @@ def test_all_are_killed_and_their_shared_memory_is_gone(leader):
 def test_a_helper_that_does_not_end_is_killed_too(leader):
     janitor = janitor_of(leader)
     janitor.suspend()
-    assert kill_all(leader.pid, "MARK=here", 20.0) == []
+    assert kill_all(leader.pid, MARK, 20.0) == []
     assert not psutil.wait_procs([janitor], PATIENCE)[1]
     for path in shared_by(leader.pid):
         path.unlink()

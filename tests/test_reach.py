@@ -27,7 +27,7 @@ from volunteer_kit.swarm.reach import (
     split_address,
 )
 
-BACK_WITHIN = 90.0  # s, on a busy machine; p2pd waits longer before each vain dial
+BACK_WITHIN = 180.0  # s, on a busy machine; p2pd waits longer before each vain dial
 OUTAGE = 60.0  # s; longer than p2pd keeps a dead connection, and than the others' records live
 
 
@@ -168,7 +168,7 @@ def test_peers_that_answer_are_connected_and_remembered_by_what_they_announce(pe
     first, server, client = reach
     for one in reach:
         assert one.may_go_alone() and one.cut_off is None and one.cut_off_for == 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not first.known_peers() or not client.known_peers():
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -215,7 +215,7 @@ def run_of(name: str) -> str:
 
 def listed(name: str) -> str:
     try:
-        return str(list_parquet(name, None, "train", time.monotonic() + 30).shards)
+        return str(list_parquet(name, None, "train", time.monotonic() + 240).shards)
     except DataError as error:
         return str(error)
 

@@ -82,7 +82,7 @@ def test_a_peer_that_dies_or_stalls_in_the_middle(tmp_path, attack, cause):
             victim = swarm.add(attack=attack, **STEADY)
             since = victim.wait_event("joined")["epoch"]  # what broke before is not its doing
             with suppress(AssertionError):
-                failed = {peer: peer.wait_for(lambda e, since=since: broke(e, since), timeout=40.0) for peer in others}
+                failed = {peer: peer.wait_for(lambda e, since=since: broke(e, since), timeout=60.0) for peer in others}
                 break
             victim.kill()
         assert failed, [peer.story() for peer in others]

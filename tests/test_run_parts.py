@@ -80,7 +80,7 @@ def test_fingerprints_do_not_depend_on_the_process_or_on_how_the_model_is_writte
     code = "import sys\nfrom volunteer_kit.runs import load_run\nprint(load_run(sys.argv[1]).fingerprint)"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", code, write(tmp_path, DEMO)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == MINE.fingerprint
     values = yaml.safe_load(DEMO)
     values["model"] = MINE.model.model_dump()

@@ -70,5 +70,5 @@ def test_large_and_half_precision_tensors_are_sketched_in_parts(monkeypatch):
 
 def test_another_process_draws_the_same_signs():
     code = "import torch; from volunteer_kit.swarm.agreement import sketch; print(sketch([torch.ones(99)], 7).hex())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert said.stdout.strip() == sketch([torch.ones(99)], 7).hex()

@@ -13,7 +13,7 @@ from hivemind.proto import dht_pb2
 from volunteer_kit.swarm.streams import BoundedP2P, StreamBounds, fitting_bounds
 
 HANDLER = "echo"
-SHORT = StreamBounds(600, 0.5, 0.5, longest_message=100_000, per_peer=8, silent=4, total=10)
+SHORT = StreamBounds(600, 2.0, 2.0, longest_message=100_000, per_peer=8, silent=4, total=10)
 LONG = StreamBounds(600, 600, 600, longest_message=100_000, per_peer=8, silent=6, total=10)
 
 

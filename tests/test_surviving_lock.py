@@ -30,7 +30,7 @@ def test_what_a_killed_process_held_is_taken_over():
 
     holder = mp.get_context("fork").Process(target=hold)
     holder.start()
-    assert came.wait(30)
+    assert came.wait(120)
     assert not array.get_lock().acquire(timeout=0.01), "it lives"
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()

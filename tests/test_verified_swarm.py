@@ -33,7 +33,7 @@ def loss_at(peer: LocalPeer, epoch: int) -> float:
     return next(event["loss"] for event in of(peer, "epoch") if event["epoch"] >= epoch)
 
 
-def bans_of(peer: LocalPeer, ids: set[str], timeout: float = 120.0) -> dict[str, int]:
+def bans_of(peer: LocalPeer, ids: set[str], timeout: float = 240.0) -> dict[str, int]:
     """Peer id -> epoch of the round by which this peer knows it banned, once all of `ids` are."""
     banned: dict[str, int] = {}
     while set(banned) < ids:
@@ -112,8 +112,7 @@ def test_a_reducer_that_answers_one_member_otherwise_drives_nobody_apart(tmp_pat
         for peer in peers[:3]:
             peer.wait_for(
                 lambda e: e["event"] == "verdicts"
-                and any(x[:2] == ["suspended", own_id] and "what was sent" in x[3] for x in e["events"]),
-                60,
+                and any(x[:2] == ["suspended", own_id] and "what was sent" in x[3] for x in e["events"])
             )
         met = max(event["epoch"] for peer in peers for event in of(peer, "epoch"))
         for peer in peers[:3]:
@@ -166,14 +165,14 @@ def test_a_broken_but_honest_peer_is_told_so_and_is_not_banned_for_it(tmp_path):
         peers = start(swarm, [None, "bits", None, None], one_in=50)
         broken = peers[1]
         own_id = broken.wait_event("connected")["peer_id"]
-        broken.wait_for(lambda e: e["event"] == "broke", 120)
+        broken.wait_for(lambda e: e["event"] == "broke")
         words = broken.wait_for(
-            lambda e: e["event"] == "verdicts" and any(x[0] == "strike" and x[1] == own_id for x in e["events"]), 60
+            lambda e: e["event"] == "verdicts" and any(x[0] == "strike" and x[1] == own_id for x in e["events"])
         )
         text = next(x[3] for x in words["events"] if x[0] == "strike" and x[1] == own_id)
         assert "what it sent is not what its samples give" in text and "have confirmed it" in text
         back = broken.wait_for(
-            lambda e: e["event"] == "verdicts" and any(x[0] == "trusted" and x[1] == own_id for x in e["events"]), 120
+            lambda e: e["event"] == "verdicts" and any(x[0] == "trusted" and x[1] == own_id for x in e["events"])
         )
         for peer in peers:
             peer.wait_epoch(back["epoch"] + 3)

@@ -37,12 +37,12 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def test_nothing_is_started_for_a_run_that_nobody_is_in(tmp_path):
-    before = psutil.Process().children()
+    before = set(psutil.Process().children())
     with pytest.raises(RunError, match="--data"):
         join_swarm("emoji", home=tmp_path / "home", accept_terms=True)
     with pytest.raises(RunError, match="nobody to join"):
         join_swarm("emoji", data=__file__, home=tmp_path / "home", accept_terms=True)
-    assert psutil.Process().children() == before and not (tmp_path / "home").exists()
+    assert set(psutil.Process().children()) <= before and not (tmp_path / "home").exists()
 
 
 def test_terms_that_nobody_accepts_start_nothing(tmp_path, capsys):
@@ -54,7 +54,7 @@ def test_terms_that_nobody_accepts_start_nothing(tmp_path, capsys):
     assert "IP address" in capsys.readouterr().out
     assert caught.value._render_traceback_() == str(caught.value).splitlines()  # a notebook shows words, no stack
     started = set(psutil.Process().children(recursive=True)) - before
-    gone, alive = psutil.wait_procs(started, timeout=20)
+    gone, alive = psutil.wait_procs(started, timeout=120)
     assert not alive and Home(tmp_path / "home").lock()
 
 
@@ -183,7 +183,7 @@ def test_looking_on_at_one_that_stands_stopped_says_so(tmp_path):
     try:
         there.stdout.readline()
         there.suspend()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while there.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
             time.sleep(0.01)
         screen = Screen("leave")
@@ -257,7 +257,7 @@ def small_run(tmp_path) -> Path:
 
 
 def address_of(host: subprocess.Popen, output: Path) -> str:
-    return wait_for(output, r"--initial-peers (\S+)", host, 60).group(1)
+    return wait_for(output, r"--initial-peers (\S+)", host, 240).group(1)
 
 
 @pytest.mark.slow
@@ -266,39 +266,39 @@ def test_joining_training_and_leaving_in_good_order(tmp_path, start, small_run):
     address = address_of(host, host_output)
     common = [*CLI, "join", str(small_run), "--initial-peers", address, "--accept-terms", "--host-maddrs", LOOPBACK]
     worker, output = start("join", *common, "--name", "ann", "--batch-size", "8")
-    wait_for(output, COUNTED, worker, 120)
+    wait_for(output, COUNTED, worker, 240)
     family = psutil.Process(worker.pid).children(recursive=True)
     worker.send_signal(signal.SIGINT)
-    assert worker.wait(timeout=60) == 0
+    assert worker.wait(timeout=120) == 0
     text = output.read_text()
     assert "Leaving" in text and "You have left" in text and "Traceback" not in text
     counted = int(re.search(r"([\d,]+) samples of yours", text)[1].replace(",", ""))
-    gone, alive = psutil.wait_procs(family, timeout=10)
+    gone, alive = psutil.wait_procs(family, timeout=120)
     assert counted > 0 and not alive
     # a second stay goes on with the same totals, and ends by itself
-    again, output = start("again", *common, "--max-hours", "0.008")
-    assert again.wait(timeout=150) == 0
+    again, output = start("again", *common, "--max-hours", "0.02")
+    assert again.wait(timeout=280) == 0
     text = output.read_text()
     assert int(re.search(r"([\d,]+) samples of yours", text)[1].replace(",", "")) > counted and "limit of" in text
     host.send_signal(signal.SIGTERM)
-    assert host.wait(timeout=30) == 0
+    assert host.wait(timeout=120) == 0
 
 
 @pytest.mark.slow
 def test_a_second_join_of_this_machine_looks_on_and_starts_nothing(tmp_path, start, small_run):
     common = [*CLI, "join", str(small_run), "--new-swarm", "--accept-terms", "--host-maddrs", LOOPBACK]
     first, output = start("first", *common)
-    wait_for(output, COUNTED, first, 120)
+    wait_for(output, COUNTED, first, 240)
     workers = workers_below(first)
     second, seen = start("second", *common)
-    wait_for(seen, COUNTED, second, 60)
+    wait_for(seen, COUNTED, second, 240)
     assert "in another window" in seen.read_text() and workers_below(second) == []
     second.send_signal(signal.SIGINT)
-    assert second.wait(timeout=30) == 0 and first.poll() is None and workers_below(first) == workers
+    assert second.wait(timeout=120) == 0 and first.poll() is None and workers_below(first) == workers
     third, seen = start("third", *common)
-    wait_for(seen, "in another window", third, 60)
+    wait_for(seen, "in another window", third, 240)
     first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=60) == 0 and third.wait(timeout=30) == 0  # nothing is left to look at
+    assert first.wait(timeout=120) == 0 and third.wait(timeout=120) == 0  # nothing is left to look at
 
 
 def workers_below(process: subprocess.Popen) -> list[int]:
@@ -345,7 +345,7 @@ tell("second", join_swarm(sys.argv[1], surface=Screen("leave", had + 1)))
 @pytest.mark.slow
 def test_the_cell_run_again_shows_the_same_worker_and_the_same_totals(tmp_path, start, small_run):
     process, output = start("kernel", sys.executable, "-c", RUN_AGAIN, str(small_run), LOOPBACK)
-    assert process.wait(timeout=180) == 0, output.read_text()
+    assert process.wait(timeout=280) == 0, output.read_text()
     lines = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
     welcome, first, second = lines
     assert welcome == {"welcome": "small"} and first["first"] > 0 and not first["over"]
@@ -355,11 +355,11 @@ def test_the_cell_run_again_shows_the_same_worker_and_the_same_totals(tmp_path, 
 @pytest.mark.slow
 def test_the_demo_without_peers_is_a_swarm_of_two_on_this_machine(tmp_path, start):
     process, output = start("demo", *CLI, "join", "demo", "--accept-terms")
-    wait_for(output, r"of 2 volunteers, your samples are in", process, 180)
+    wait_for(output, r"of 2 volunteers, your samples are in", process, 280)
     text = output.read_text()
     assert "a second volunteer is started on this machine" in text
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=90) == 0 and "Traceback" not in output.read_text()
+    assert process.wait(timeout=120) == 0 and "Traceback" not in output.read_text()
     (home,) = (tmp_path / "kit" / "runs").iterdir()
     assert Home(home).totals().samples > 0 and list(home.glob("pictures/*.png")) is not None
 
@@ -372,8 +372,8 @@ def test_a_finished_run_says_so_and_shows_what_it_draws(tmp_path, start, small_r
     small_run.write_text(json.dumps(values))
     join = [*CLI, "join", str(small_run), "--new-swarm", "--accept-terms", "--host-maddrs", LOOPBACK]
     process, output = start("finish", *join)
-    wait_for(output, "The run is finished", process, 150)
+    wait_for(output, "The run is finished", process, 280)
     (home,) = (tmp_path / "kit" / "runs").iterdir()
     assert len(list(home.glob("pictures/epoch-*.png"))) == 1 and Home(home).totals().epochs >= 5
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
