@@ -125,6 +125,26 @@ def test_a_dead_companion_is_told_once(make, make_companion):
     assert progress.warnings == [(when, warning)] and progress.state == "training"
 
 
+def test_the_reason_of_an_end_is_not_lost_where_both_come_at_once(make_companion):
+    """It gives up in the moment between the look for events and the look whether it runs."""
+
+    class EndsMeanwhile(Supervisor):
+        looks, events = 0, [{"event": "gave_up", "message": "No room."}]
+
+        @property
+        def running(self) -> bool:
+            self.looks += 1
+            return self.looks == 1
+
+        def next_event(self, timeout):
+            return self.events.pop() if self.looks > 1 and self.events else None
+
+    companion = make_companion(EndsMeanwhile)
+    companion.drain()
+    companion.drain()
+    assert companion.error == "No room."
+
+
 def test_what_is_closed_before_it_starts_does_not_start(make_companion, tmp_path):
     class ClosedMeanwhile(Supervisor):
         def start(self):

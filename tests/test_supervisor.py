@@ -194,6 +194,23 @@ def test_a_fatal_error_is_not_repeated(make):
     assert supervisor.leave() is False
 
 
+def test_the_last_events_count_when_the_machine_is_busy(make, monkeypatch):
+    """The worker and all that it started have ended before its last lines are read."""
+    read = supervisor_module.parse_event
+
+    def read_late(line):
+        if "error" in line:
+            time.sleep(1.0)
+        return read(line)
+
+    monkeypatch.setattr(supervisor_module, "parse_event", read_late)
+    supervisor = make({"totals": [2], "error": "The shard list is empty.", "exit": 2})
+    supervisor.start()
+    events = the_rest(supervisor)
+    assert kinds(events) == ["starting", "epoch", "error", "gave_up"]
+    assert events[-1]["message"] == "The shard list is empty." and supervisor.restarts == 0
+
+
 def test_crashes_without_progress_end_in_giving_up(make, tmp_path):
     supervisor = make({"exit": 3}, max_restarts=2)
     supervisor.start()

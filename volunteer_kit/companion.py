@@ -70,12 +70,13 @@ class Companion:
 
     def drain(self) -> None:
         """Take what it tells; of interest are its address, and why it gave up."""
+        has_ended = not self._worker.running  # looked at first: its reason may come at the same moment as its end
         while (event := self._worker.next_event(timeout=0.0)) is not None:
             if event["event"] == "connected" and not self.maddrs:
                 self.maddrs = [str(maddr) for maddr in event["maddrs"]]
             elif event["event"] == "gave_up":
                 self.error = str(event["message"]).partition("\n")[0]
-        if not self._worker.running:
+        if has_ended:
             self.error = self.error or "it has left"
         elif not self.maddrs and time.monotonic() >= self._late_at:
             self.error = self.error or LATE

@@ -265,10 +265,10 @@ class Supervisor:
             ended.set()
             kill_all(process.pid, mark)
             remove_stale_folders()
+            reader.join(timeout=5)  # its last events count while it is still the worker
             with self._process_lock:
                 self._process = None
             self.exit_code = process.wait()
-            reader.join(timeout=5)
             if process.stdin:
                 process.stdin.close()
         self._samples = (self.total_samples, 0)
