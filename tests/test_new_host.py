@@ -94,7 +94,7 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 def state(url: str) -> dict:
-    with urllib.request.urlopen(f"{url}/dashboard/api/state", timeout=20) as answer:
+    with urllib.request.urlopen(f"{url}/dashboard/api/state", timeout=120) as answer:
         return json.load(answer)
 
 
@@ -198,9 +198,9 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
             tab.picture("new-host-notebook")
 
             # --- the volunteer finds itself, on pages that were open or are opened ---
-            expect(page.locator("#people").get_by_text("bob")).to_be_visible()  # without a reload
+            expect(page.locator("#people").get_by_text("bob")).to_be_visible(timeout=READY * 1000)  # without a reload
             page.get_by_role("link", name="See how it goes").click()
-            expect(page.get_by_role("rowheader", name="bob")).to_be_visible()
+            expect(page.get_by_role("rowheader", name="bob")).to_be_visible(timeout=READY * 1000)
             wait_until(lambda: state(url)["images"], CREDITED, "the model has drawn")
             look(browser, url, tmp_path, "landing", complaints)
             look(browser, f"{url}/dashboard/", tmp_path, "dashboard", complaints)
@@ -211,4 +211,4 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
     ada.process.send_signal(signal.SIGINT)
     ada.wait_for("You have left", LEAVES)
     hosting.process.send_signal(signal.SIGINT)
-    assert hosting.process.wait(timeout=40) == 0
+    assert hosting.process.wait(timeout=LEAVES) == 0

@@ -113,7 +113,7 @@ def test_a_first_peer_whose_twin_is_at_its_old_address_does_not_start(first_peer
     """The two have nobody in common: volunteers have the address of one or of the other."""
     address = first_peers().said_of("ready")["maddrs"][0]
     copy = first_peers("--given-out", address)
-    assert "this one ends" in copy.said_of("over") and copy.process.wait(60) == 2
+    assert "this one ends" in copy.said_of("over") and copy.process.wait(WITHIN) == 2
     assert not any("ready" in event for event in copy.said())
 
 
