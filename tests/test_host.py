@@ -121,6 +121,17 @@ def until(condition, what: str) -> None:
         time.sleep(0.02)
 
 
+def copy_of_living(folder: Path, place: Path, lock: str) -> None:
+    """Of a folder in which somebody is at work; again, if a file was replaced while it was copied."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            shutil.copytree(folder, place, ignore=lambda *_: {lock}, dirs_exist_ok=True)
+            return
+        except shutil.Error as error:
+            assert time.monotonic() < deadline, error
+
+
 # --- from start to end ---
 
 
@@ -319,7 +330,7 @@ def test_a_copy_of_a_hosts_folder_does_not_start_while_the_other_one_is_up(hosts
     """As on a cloned machine: each would have volunteers of its own, under the same peer id."""
     host = hosts(ports=ports(), REAL_PEER="1")
     host.wait_for(UP)
-    shutil.copytree(host.folder.path, tmp_path / "G", ignore=lambda *_: {"host.lock"})
+    copy_of_living(host.folder.path, tmp_path / "G", "host.lock")
     copy = hosts(ports=ports(), REAL_PEER="1", place=tmp_path / "G")
     said = copy.wait_for("end the other one first")
     assert "under the key of this one, and was here before" in said and UP not in said

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 
+from tests.test_host import ports
 from volunteer_kit.addressing import LISTEN
 from volunteer_kit.swarm.dial_back import whom_to_ask
 from volunteer_kit.swarm.errors import SwarmError
@@ -450,7 +451,7 @@ def test_a_failure_does_not_spoil_the_next_attempt_and_an_identity_stays(config)
 
 def test_an_announced_address_is_told_while_another_is_listened_on(config):
     """A public host_maddr on a machine behind NAT dies with "cannot assign requested address" (FACTS, trap 21)."""
-    port = free_port()
+    port = ports()[0]
     public = f"/ip4/203.0.113.7/tcp/{port}"
     peer = start_peer(replace(config, host_maddrs=[f"/ip4/0.0.0.0/tcp/{port}"], announce_maddrs=[public]))
     try:
