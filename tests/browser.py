@@ -37,9 +37,9 @@ from volunteer_kit.process_group import find, kill_all
 from volunteer_kit.swarm.peer import free_port
 
 ROOT = Path(__file__).parents[1]
-STARTUP = 150  # s for the server, on two busy cores
-CLICK = 30_000  # ms until something can be clicked
-OPEN = 150_000  # ms until a notebook is there and its kernel answers
+STARTUP = 240  # s for the server, on two busy cores
+CLICK = 120_000  # ms until something can be clicked
+OPEN = 240_000  # ms until a notebook is there and its kernel answers
 expect.set_options(timeout=CLICK)
 SETTINGS = {  # of JupyterLab: it asks nobody about news, and nothing on the network
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -170,7 +170,7 @@ class JupyterLab:
                 time.sleep(0.05)
 
     def __exit__(self, *_: object) -> None:
-        left = kill_all(self.process.pid, f"VOLUNTEER_KIT_BROWSER_TEST={self._mark}")
+        left = kill_all(self.process.pid, f"VOLUNTEER_KIT_BROWSER_TEST={self._mark}", timeout=60.0)
         self.process.wait()
         self._reader.join(10)
         assert not left, f"processes {left} live on"
@@ -276,11 +276,11 @@ class Tab:
         self.interactions += 1
         self._choose("Run", "Run All Cells")
 
-    def wait_for(self, index: int, text: str | re.Pattern[str], timeout: float = 60) -> None:
+    def wait_for(self, index: int, text: str | re.Pattern[str], timeout: float = 240) -> None:
         """Until the cell's output has this text; `timeout` in s."""
         expect(self.outputs(index)).to_contain_text(text, timeout=timeout * 1000)
 
-    def wait_done(self, index: int, timeout: float = 60) -> None:
+    def wait_done(self, index: int, timeout: float = 240) -> None:
         """Until the cell has run; `timeout` in s."""
         prompt = self.cell(index).locator(".jp-InputPrompt")
         expect(prompt).to_have_text(re.compile(r"\[\d+\]:"), timeout=timeout * 1000)

@@ -32,7 +32,7 @@ def peer():
     """A peer of its own, on loopback."""
     from volunteer_kit.swarm.peer import PeerConfig, start_peer  # hivemind: takes seconds
 
-    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60))
+    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=120))
     yield peer
     peer.shutdown()
 
@@ -156,4 +156,4 @@ def tiny_disk(tmp_path):
     if done.returncode:
         pytest.skip("mounting a tmpfs needs root; test_a_write_that_fails_midway covers the rest")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)  # who has just ended may hold a file still

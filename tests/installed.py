@@ -19,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_path("purelib"))
-NOT_OF_A_SOURCE = (".git", ".venv*", "*.egg-info", "__pycache__", "build", "dist", "demo-out", "results", "corpus")
+NOT_OF_A_SOURCE = (".git", ".venv*", "*.egg-info", "__pycache__", "build", "dist", "demo-out", "results", "corpus",
+                   ".hypothesis", ".*_cache")  # fmt: skip
 UPSTREAM = {"dalle-pytorch": ("1.6.6", "dalle_pytorch"), "taming-transformers-rom1504": ("0.0.6", "taming")}
 
 
@@ -33,7 +34,7 @@ def build_wheel(folder: Path) -> Path:
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_OF_A_SOURCE))
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source],
-        check=True, timeout=120, env=environment(),
+        check=True, timeout=280, env=environment(),
     )  # fmt: skip
     shutil.rmtree(source)
     return next(folder.glob("volunteer_kit-*.whl"))
@@ -181,6 +182,6 @@ class Installed:
     def _run(self, *command: str | Path, **more: str) -> subprocess.CompletedProcess:
         path = {"PATH": f"{self.python.parent}:/usr/bin:/bin"}
         return subprocess.run(
-            [*map(str, command)], capture_output=True, text=True, timeout=120, cwd=self.folder / "cwd",
+            [*map(str, command)], capture_output=True, text=True, timeout=280, cwd=self.folder / "cwd",
             env=environment(**path, **self.more, **more),
         )  # fmt: skip

@@ -125,7 +125,7 @@ class LocalSwarm:
 
     def finish(self, *peers: LocalPeer, more: int = 3) -> list[dict]:
         """Let `peers` end together, a few epochs on; :returns: their "finished" events."""
-        last = more + max(e["epoch"] for p in peers for e in p.events if e["event"] == "epoch")
+        last = more + max(e["epoch"] for p in peers for e in p.said() if e["event"] == "epoch")
         for peer in peers:
             peer.order(f"finish {last}")
         return [peer.wait_event("finished") for peer in peers]

@@ -150,7 +150,7 @@ class MonitorProcess:
         """SIGTERM. :returns: s until it was gone"""
         started = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(30)
+        self.process.wait(120)
         return time.monotonic() - started
 
     def story(self) -> str:

@@ -65,7 +65,7 @@ def stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         stay.close()
 
 
-def until(stay: Stay, found: Callable[[Progress], object], timeout: float = 30.0) -> Progress:
+def until(stay: Stay, found: Callable[[Progress], object], timeout: float = 120.0) -> Progress:
     """`timeout` in s."""
     deadline = time.monotonic() + timeout
     while not found(stay.progress):
@@ -74,7 +74,7 @@ def until(stay: Stay, found: Callable[[Progress], object], timeout: float = 30.0
     return stay.progress
 
 
-def over(stay: Stay, timeout: float = 30.0) -> Progress:
+def over(stay: Stay, timeout: float = 120.0) -> Progress:
     return until(stay, lambda progress: stay.over, timeout)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import socket
 import ssl
 import threading
@@ -33,6 +35,15 @@ def has(address: str) -> bool:
 needs_both = pytest.mark.skipif(not all(map(has, LOOPBACKS)), reason="this machine lacks IPv4 or IPv6")
 
 
+def free_port() -> int:
+    """Free in both families, and the system gives it to no other program meanwhile: its own begin at 32768."""
+    while True:
+        port, six = random.randrange(20_000, 30_000), socket.AF_INET6
+        with contextlib.suppress(OSError):
+            with socket.create_server(("127.0.0.1", port)), socket.create_server(("::1", port), family=six):
+                return port
+
+
 def close(listening: list[socket.socket]) -> None:
     for one in listening:
         one.close()
@@ -58,9 +69,9 @@ def test_a_server_is_called_by_either_family_at_one_port(host):
     ("host", "callable_at"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("0.0.0.0", "127.0.0.1")]
 )
 def test_one_address_is_of_one_family(host, callable_at):
-    listening = listen(host, 0)
+    port = free_port()
+    listening = listen(host, port)
     try:
-        port = listening[0].getsockname()[1]
         called = []
         for address in LOOPBACKS:
             with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as call:
@@ -73,8 +84,8 @@ def test_one_address_is_of_one_family(host, callable_at):
 @needs_both
 @pytest.mark.parametrize("host", [EVERYWHERE, LOCALHOST])
 def test_a_port_that_another_program_has_in_one_family_is_taken(host):
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
-        port = other.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("::1", port), family=socket.AF_INET6):
         with pytest.raises(OSError) as told:
             listen(host, port)
         assert told.value.errno == errno.EADDRINUSE

@@ -47,11 +47,11 @@ def test_a_banned_peer_is_out_and_the_others_train_on(tmp_path):
         since = swarm.ban("peer3")
         for peer in swarm.peers[:3]:
             wait_for_verdict(peer, banned, "banned")
-        assert time.monotonic() - since < 60.0
+        assert time.monotonic() - since < 180.0
         for peer in swarm.peers[:3]:
             last = max(event["epoch"] for event in peer.events if event["event"] == "epoch")
             # a round of a busy machine may do without one of the three; none may have the fourth
             peer.wait_for(lambda e, n=last: e["event"] == "epoch" and e["epoch"] > n + 3 and e["group_size"] == 3)
             rounds = [event for event in peer.events if event["event"] == "epoch" and event["epoch"] > last + 3]
             assert all(event["group_size"] <= 3 for event in rounds)
-        assert ban_once(swarm, "guest").last < 60.0
+        assert ban_once(swarm, "guest").last < 180.0

@@ -219,13 +219,13 @@ def test_a_damaged_database_displaces_no_backup(file):
 
 
 def test_a_backup_is_made_at_once_and_after_a_change_of_the_bans(file):
-    backups, version = Backups(file), iter([1, 1, 2])
+    backups, version = Backups(file), [1]
     backups.newest().unlink()
-    seen = []
-    with backups.made_while(lambda: next(version, 2), look_every=0.01):
+    with backups.made_while(lambda: version[0], look_every=0.01):
         wait_until(lambda: backups.newest() is not None)
-        seen.append(backups.newest().stat().st_ino)
-        wait_until(lambda: backups.newest().stat().st_ino != seen[0])
+        seen = backups.newest().stat().st_ino
+        version[0] = 2
+        wait_until(lambda: backups.newest().stat().st_ino != seen)
     assert not list(file.parent.glob(".*part"))
 
 

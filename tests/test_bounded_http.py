@@ -115,12 +115,14 @@ def test_behind_a_proxy_the_bound_is_on_requests_under_way_of_the_address_that_i
 
 
 def test_requests_of_one_address_wait_for_their_turn_and_those_of_others_do_not():
-    limits = replace(PATIENT, requests_per_s=10, per_address=100)
-    with serving(App(), limits) as port, contextlib.closing(connect(port)) as one:
+    with serving(App(), replace(PATIENT, requests_per_s=10)) as port, contextlib.closing(connect(port)) as one:
         began = time.monotonic()
         one.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 29 + ASK % b"/")
-        assert get(port) == (200, b"hello") and time.monotonic() - began < 1
         assert read_all(one) and time.monotonic() - began > 0.9, "30 requests: 20 at once, and one every 0.1 s"
+    with serving(App(), replace(PATIENT, requests_per_s=0.5)) as port, contextlib.ExitStack() as stack:
+        for _ in range(40):  # the last one waits for 78 s, longer than a client does
+            stack.enter_context(contextlib.closing(connect(port, ASK % b"/")))
+        assert get(port) == (200, b"hello"), "another address waits for none of them"
 
 
 def test_when_all_are_busy_a_newcomer_is_answered_and_later_served():
@@ -175,9 +177,9 @@ def test_an_answer_that_nobody_reads_has_a_deadline(path):
 
 
 def test_a_slow_reader_gets_the_time_that_its_bytes_are_worth():
-    limits = replace(PATIENT, stalled_within=0.1, keep_alive=0.1, headers_within=0.5, bytes_per_s=2**18)
+    limits = replace(PATIENT, stalled_within=0.1, keep_alive=0.1, headers_within=2, bytes_per_s=2**18)
     with serving(App(), limits) as port, contextlib.closing(connect(port, ASK % b"/big")) as one:
-        time.sleep(1.5)
+        time.sleep(3)
         assert read_all(one) > len(BIG), "and headers"
 
 
@@ -207,11 +209,11 @@ def test_a_client_that_keeps_asking_keeps_its_connection():
 
 
 def test_a_stream_lasts_as_long_as_its_viewer_reads():
-    app, limits = App(), HttpLimits(headers_within=0.3, body_within=0.3, keep_alive=0.3, stalled_within=0.3)
+    app, limits = App(), HttpLimits(headers_within=1, body_within=1, keep_alive=1, stalled_within=1)
     with serving(app, limits) as port:
         one = connect(port, b"GET /events HTTP/1.1\r\nHost: a\r\n\r\n")
         with contextlib.closing(one), contextlib.closing(one.makefile("rb")) as lines:
-            until = time.monotonic() + 2
+            until = time.monotonic() + 4
             while time.monotonic() < until:
                 assert lines.readline()
             app.may.set()
@@ -234,12 +236,15 @@ def certificate(tmp_path) -> Any:
 
 def test_a_silent_handshake_has_a_deadline(certificate):
     tls = trusting(certificate["ssl_certfile"])
-    with serving(App(), replace(PATIENT, headers_within=1), **certificate) as port:
-        assert is_closed(connect(port))
-        assert drips(connect(port, b"\x16\x03\x01\x02\x00"))
-        assert is_closed(connect(port, b"GET / HTTP/1.1\r\n\r\n")), "no TLS"
+    with serving(App(), replace(PATIENT, headers_within=4), **certificate) as port, ThreadPoolExecutor(4) as pool:
         wrapped = tls.wrap_socket(connect(port), server_hostname="127.0.0.1")
-        assert drips(wrapped), "TLS, and then no headers"
+        ends = {
+            "no handshake": pool.submit(is_closed, connect(port)),
+            "half a handshake": pool.submit(drips, connect(port, b"\x16\x03\x01\x02\x00")),
+            "no TLS": pool.submit(is_closed, connect(port, b"GET / HTTP/1.1\r\n\r\n")),
+            "TLS, and then no headers": pool.submit(drips, wrapped),
+        }
+        assert {what: end.result() for what, end in ends.items()} == dict.fromkeys(ends, True)
         assert get(port, tls=tls) == (200, b"hello")
 
 
@@ -268,7 +273,7 @@ def test_silent_handshakes_give_way_to_a_newcomer(certificate):
     ],
 )
 def test_nonsense_ends_its_own_connection_only(sent, status):
-    limits = replace(PATIENT, keep_alive=0.3, headers_within=2, body_within=0.5)
+    limits = replace(PATIENT, keep_alive=0.3, headers_within=5, body_within=0.5)
     with serving(App(), limits) as port:
         with contextlib.closing(connect(port)) as one, contextlib.suppress(ConnectionError):
             one.sendall(sent)
@@ -352,7 +357,7 @@ def test_without_a_free_file_it_waits_and_goes_on():
             process.stdin.close()
             errors = process.stderr.read()
             assert errors.count("can be accepted") <= 1 and "Traceback" not in errors, errors
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 
@@ -363,7 +368,7 @@ def test_it_takes_as_many_connections_as_it_may_have_files():
         "from volunteer_kit.bounded_http import Gate, HttpLimits\n"
         "print(Gate(None, HttpLimits()).connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     most, files = map(int, done.stdout.split())
     assert files == 1000 and 500 < most < 1000
 
@@ -384,6 +389,6 @@ def test_it_ends_in_time_while_clients_hold_on(certificate):
                 wrapped.sendall(sent)
         assert app.waiting.acquire(timeout=30)
         server.should_exit = True
-        thread.join(20)
+        thread.join(120)
         app.may.set()
         assert not thread.is_alive()

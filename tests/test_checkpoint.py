@@ -93,7 +93,7 @@ for spoil in (
 
 def test_what_was_loaded_outlives_its_file(tmp_path):
     """Replaced by the same epoch, or overwritten in place; a memory map would end the reader with a bus error."""
-    done = subprocess.run([sys.executable, "-c", READER, tmp_path], env=environment(), capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", READER, tmp_path], env=environment(), capture_output=True, timeout=180)
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 

@@ -472,6 +472,6 @@ def test_in_a_process_of_its_own_errors_are_one_message(tmp_path):
     (tmp_path / "x.pt").write_bytes(pickle.dumps(Hostile(os.system, "echo it-ran")))
     for arguments, says in (([str(tmp_path / "x.pt"), "out"], "SHA-256"), (["/nowhere.ckpt", "out"], "no file /nowh")):
         command = [sys.executable, "-m", "volunteer_kit.cli", "convert", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140, cwd=tmp_path)
         assert done.returncode == 2 and "Traceback" not in done.stderr and "\n1. " in done.stderr
         assert says in done.stdout + done.stderr and "it-ran" not in done.stdout.split("SHA-256")[0]

@@ -202,7 +202,7 @@ def test_what_is_published_while_another_thread_renews_is_not_lost(monkeypatch):
 
     monkeypatch.setattr(board, "_counts", publish_meanwhile)
     board.renew()
-    publisher.join(10)
+    publisher.join(60)
     assert board._own.keys() == {A, B}
     last = [value["accused"] for key, value in line.stored if key == index_key("run")][-1]
     assert last == A.to_bytes() + B.to_bytes()
@@ -220,11 +220,11 @@ def test_the_board_through_a_real_dht(peer, monkeypatch):
     assert board.fetch() == {} and board.publish(A, []) is None
     now = get_dht_time()
     strikes = [strike_of(A, epoch=epoch, at=now - 100 + epoch) for epoch in range(MAX_STRIKES + 2)]
-    assert board.publish(A, [*strikes, strike_of(B), strike_of(A, at=get_dht_time() - 2 * 86_400)]).result(20)
+    assert board.publish(A, [*strikes, strike_of(B), strike_of(A, at=get_dht_time() - 2 * 86_400)]).result(60)
     us = peer.peer_id
     assert board.fetch() == {A: {us: strikes[2:]}}, "the newest, of this peer, of this day"
 
-    dht = DHT(initial_peers=peer.visible_maddrs(), client_mode=True, start=True, startup_timeout=60)
+    dht = DHT(initial_peers=peer.visible_maddrs(), client_mode=True, start=True, startup_timeout=120)
     try:
 
         def write(who: Somebody, key: str, value: dict) -> bool:

@@ -103,15 +103,15 @@ def test_a_monitor_killed_in_the_middle_and_two_at_once_change_nothing(tmp_path)
         begun = context.Event()
         process = context.Process(target=enter_all, args=(path, epochs, begun))
         process.start()
-        assert begun.wait(20)
+        assert begun.wait(120)
         time.sleep(random.uniform(0, 0.03))  # where it is hit does not matter
         os.kill(process.pid, signal.SIGKILL)
-        process.join(20)
+        process.join(120)
     both = [context.Process(target=enter_all, args=(path, epochs)) for _ in range(2)]
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join(240)
         assert process.exitcode == 0
     ledger = CreditLedger(path)
     assert ledger.sums() == (120 * 15, 120 * 20)
@@ -248,7 +248,7 @@ def test_through_a_real_dht(peer, tmp_path):
     ids = [person.peer_id for person in people]
     board = ReceiptBoard(peer.dht, "collected")
     clock = [peer.dht.get_visible_maddrs() and time.time()]
-    dht = DHT(initial_peers=peer.visible_maddrs(), client_mode=True, start=True, startup_timeout=60)
+    dht = DHT(initial_peers=peer.visible_maddrs(), client_mode=True, start=True, startup_timeout=120)
     try:
         before = BEGINNING
         for epoch in (1, 2):

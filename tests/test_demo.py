@@ -73,7 +73,7 @@ class RealDemo:
 
     def finish(self) -> tuple[int, str]:
         """-> exit code and the rest of the output."""
-        said = self.process.communicate(timeout=280)[0]
+        said = self.process.communicate(timeout=560)[0]
         return self.process.returncode, said
 
     def left_behind(self) -> list[str]:
@@ -116,7 +116,7 @@ def test_an_interrupted_demo_leaves_in_good_order_and_keeps_the_model(tmp_path, 
     demo.process.send_signal(number)
     started = time.monotonic()
     code, said = demo.finish()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 200
     assert code == 130 and demo.left_behind() == []
     assert "say goodbye" in said and "Traceback" not in said
     assert "is kept in" in said and list((demo.out / "model").iterdir())

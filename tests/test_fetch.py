@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -43,10 +44,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(("deadline", "is_killed"), [(3.0, False), (600.0, True)])
+@pytest.mark.parametrize(("deadlines", "is_killed"), [((3.0, 20.0, 80.0), False), ((600.0,), True)])
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-def test_a_process_that_dies_or_takes_too_long_is_the_end(tmp_path, monkeypatch, deadline, is_killed):
+def test_a_process_that_dies_or_takes_too_long_is_the_end(tmp_path, monkeypatch, deadlines, is_killed):
     (tmp_path / "with_children.py").write_text(WITH_CHILDREN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     family: list[int] = []
@@ -57,11 +57,15 @@ def test_a_process_that_dies_or_takes_too_long_is_the_end(tmp_path, monkeypatch,
             os.kill(family[0], signal.SIGKILL)
 
     wanted = Wanted(run={}, initial_peers=[], out=str(tmp_path), timeout=1.0)
-    with pytest.raises(SwarmError, match="without an answer \\(exit code -9"):
-        _read(wanted, deadline, say, module="with_children")
+    for deadline in deadlines:  # until it has told of its children; how long that takes is the machine's affair
+        with pytest.raises(SwarmError, match="without an answer \\(exit code -9"):
+            _read(wanted, deadline, say, module="with_children")
+        if family:
+            break
     assert len(family) == 3
     for pid in family:
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture(scope="module")

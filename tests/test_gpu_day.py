@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -49,7 +50,7 @@ def faulty(tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.setattr(gpu, "__file__", str(program))
 
-    def run(how: str, seconds: float = 60.0) -> dict:
+    def run(how: str, seconds: float = 240.0) -> dict:
         part = next(part for part in parts if part.name == how)
         return gpu.run_apart(part, seconds, True, tmp_path / "log")
 
@@ -74,7 +75,8 @@ def test_a_part_that_takes_too_long_is_ended_with_all_it_has_started(faulty):
         assert found["status"] == "overran" and time.monotonic() - began >= seconds
         if "child" in found:
             break
-    assert not psutil.pid_exists(found["child"]) or psutil.Process(found["child"]).status() == "zombie"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(found["child"]).status() == "zombie"
     assert "left_behind" not in found
 
 

@@ -67,7 +67,7 @@ def test_who_finds_only_another_run_is_told_its_name(tmp_path, peer, capsys):
         peer_id=peer.peer_id.to_bytes(), fingerprint="a" * 32, name="theirs", device="cpu", epoch=3, total_samples=9,
         samples_per_second=1.0, loss=None, client_mode=False,
     )  # fmt: skip
-    PeerBoard(peer.dht, ALL_TRAINERS).publish(record)
+    PeerBoard(peer.dht, ALL_TRAINERS, lifetime=240.0).publish(record)
     trainer = make(tmp_path, 4, max_steps=2, dht={"initial_peers": peer.visible_maddrs()})
     assert trainer.train().global_step == 2
     assert "Nobody here trains 'ours' yet; others train 'theirs'." in capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_it_is_brought_to_the_hub(tmp_path):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, "-c", PUSHES, str(tmp_path / "out"), "hf_writes"],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
     repository, _, files = hub.commits[-1]

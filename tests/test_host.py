@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -22,11 +23,10 @@ from volunteer_kit.host import door
 from volunteer_kit.host.folder import NO_GROUP, HostFolder
 from volunteer_kit.host.settings import PEER_PORT
 from volunteer_kit.host.watch import News, Watch
-from volunteer_kit.process_group import find
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.process_group import find, kill_all
 
 ROOT = Path(__file__).parents[1]
-UP, TIMEOUT = "Ctrl-C stops it", 40.0
+UP, TIMEOUT = "Ctrl-C stops it", 120.0
 
 
 class Hosted:
@@ -70,14 +70,17 @@ class Hosted:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=TIMEOUT)
 
-    def close(self) -> None:
+    def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for process in self.parts():
-            process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        left = kill_all(NO_GROUP, self.folder.mark, TIMEOUT)
+        assert not left, f"processes {left} live on"
 
 
 @pytest.fixture
@@ -90,19 +93,24 @@ def hosts(tmp_path):
         return made[-1]
 
     yield make
+    for host in made:  # all of them first: a host that lives starts its parts again
+        host.kill()
     for host in made:
         host.close()
 
 
 def ports() -> list[int]:
+    """Three that are free, and that the system gives to no other program meanwhile: its own begin at 32768."""
     found: set[int] = set()
     while len(found) < 3:
-        found.add(free_port())
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found.add(port)
     return list(found)
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
         return answer.read().decode()
 
 
@@ -111,6 +119,17 @@ def until(condition, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+def copy_of_living(folder: Path, place: Path, lock: str) -> None:
+    """Of a folder in which somebody is at work; again, if a file was replaced while it was copied."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            shutil.copytree(folder, place, ignore=lambda *_: {lock}, dirs_exist_ok=True)
+            return
+        except shutil.Error as error:
+            assert time.monotonic() < deadline, error
 
 
 # --- from start to end ---
@@ -131,9 +150,8 @@ def test_it_says_how_to_join_serves_the_run_file_and_ends_in_order(hosts):
     assert "# 32x32 pixels -> 8x8 codes" in served  # the author's comments
     groups = {os.getpgid(p.pid) for p in host.parts()}
     assert len(groups) == 4 and os.getpgid(host.process.pid) not in groups  # Ctrl-C reaches the host alone
-    began = time.monotonic()
     assert host.end(signal.SIGINT) == 0
-    assert time.monotonic() - began < 15 and not host.parts()
+    assert not host.parts()
     ended = (host.folder.path.parent / "ends").read_text() + (host.folder.path / "ends").read_text()
     assert sorted(ended.split()) == ["authority", "dashboard", "first-peer", "monitor"]
     assert (host.folder.path.parent / "ends").read_text().split() == ["authority", "first-peer"]
@@ -149,7 +167,7 @@ def test_killed_nothing_stays_and_the_next_start_is_the_same(hosts):
     assert len(left) == 4
     host.process.kill()
     host.process.wait()
-    assert not psutil.wait_procs(left, timeout=12)[1]
+    assert not psutil.wait_procs(left, timeout=TIMEOUT)[1]
     again = hosts()
     again.wait_for(UP)
     assert before == (
@@ -176,20 +194,21 @@ def test_any_port_is_the_same_one_at_every_start(hosts):
 
 
 @pytest.mark.slow
-def test_what_a_killed_host_left_behind_is_gone_before_the_next_begins(hosts):
+def test_what_a_killed_host_left_behind_is_gone_before_the_next_begins(hosts, tmp_path):
     """A part that does not hear SIGTERM holds its port until it is killed."""
+    (tmp_path / "F").mkdir()
+    (tmp_path / "F" / "authority.deaf").touch()
     host = hosts(ports=ports())
-    (host.folder.path).mkdir(exist_ok=True)
-    (host.folder.path / "authority.deaf").touch()
     host.wait_for(UP)
     deaf = host.part("authority")
+    deaf.suspend()  # so that it does not end by itself either, however long the next host takes to come
     host.process.kill()
     host.process.wait()
     assert deaf.is_running()
     again = hosts()
     text = again.wait_for(UP)
     assert "What an earlier host left behind has ended" in text
-    assert not psutil.wait_procs([deaf], timeout=5)[1]
+    assert not psutil.wait_procs([deaf], timeout=TIMEOUT)[1]
 
 
 def test_what_dies_is_started_again(hosts):
@@ -247,7 +266,7 @@ def test_without_its_first_peer_a_run_cannot_begin(hosts, tmp_path):
     (tmp_path / "F" / "first-peer.dies").touch()
     host = hosts(ports=ports())
     host.wait_for("The reason is in line 7.")
-    assert host.process.wait(timeout=20) == 2 and not host.parts()
+    assert host.process.wait(timeout=TIMEOUT) == 2 and not host.parts()
 
 
 def test_two_hosts_of_one_folder_do_not_run_at_once(hosts):
@@ -255,7 +274,7 @@ def test_two_hosts_of_one_folder_do_not_run_at_once(hosts):
     host.wait_for(UP)
     second = hosts()
     assert "Another host runs in" in second.wait_for("--folder PATH")
-    assert second.process.wait(timeout=20) == 2
+    assert second.process.wait(timeout=TIMEOUT) == 2
     assert host.process.poll() is None and len(host.parts()) == 4
 
 
@@ -298,12 +317,12 @@ def test_a_real_first_peer_has_the_same_address_after_a_kill(hosts):
     assert len(left) > 5  # the peer's own
     host.process.kill()
     host.process.wait()
-    assert not psutil.wait_procs(left, timeout=20)[1]
+    assert not psutil.wait_procs(left, timeout=TIMEOUT)[1]
     again = hosts(REAL_PEER="1")
     again.wait_for(UP)
     assert again.folder.run_file.read_text() == run_file
     left = again.parts()
-    assert again.end() == 0 and not psutil.wait_procs(left, timeout=5)[1]
+    assert again.end() == 0 and not psutil.wait_procs(left, timeout=TIMEOUT)[1]
 
 
 @pytest.mark.slow
@@ -311,11 +330,9 @@ def test_a_copy_of_a_hosts_folder_does_not_start_while_the_other_one_is_up(hosts
     """As on a cloned machine: each would have volunteers of its own, under the same peer id."""
     host = hosts(ports=ports(), REAL_PEER="1")
     host.wait_for(UP)
-    shutil.copytree(host.folder.path, tmp_path / "G", ignore=lambda *_: {"host.lock"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.test_host.TIMEOUT", 120.0)
-        copy = hosts(ports=ports(), REAL_PEER="1", place=tmp_path / "G")
-        said = copy.wait_for("end the other one first")
+    copy_of_living(host.folder.path, tmp_path / "G", "host.lock")
+    copy = hosts(ports=ports(), REAL_PEER="1", place=tmp_path / "G")
+    said = copy.wait_for("end the other one first")
     assert "under the key of this one, and was here before" in said and UP not in said
-    assert copy.process.wait(timeout=60) == 2
+    assert copy.process.wait(timeout=TIMEOUT) == 2
     assert host.process.poll() is None and len(host.parts()) > 5

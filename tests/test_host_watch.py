@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 
@@ -60,23 +61,29 @@ def watch(tmp_path):
 
 
 def test_the_log_is_bounded(watch, tmp_path):
-    watch("for _ in range(12): print('x' * 1_000_000)\nimport time; time.sleep(100)\n")
+    watch("for _ in range(12): print('x' * 1_000_000)\nprint('the end')\nimport time; time.sleep(100)\n")
     log = tmp_path / "logs" / "part.log"
-    until(lambda: log.with_name("part.log.1").exists() and log.exists(), "no second log")
+
+    def is_all_there() -> bool:
+        with contextlib.suppress(FileNotFoundError):  # it is turned over just now
+            return log.read_bytes().endswith(b"the end\n")
+        return False
+
+    until(is_all_there, "no end of the log")
     sizes = [path.stat().st_size for path in log.parent.iterdir()]
     assert len(sizes) == 2 and max(sizes) <= 5_000_000
 
 
 def test_who_is_not_up_in_time_is_started_again(watch):
     one = watch("import time\ntime.sleep(100)\n", ready_within=0.3)
-    assert "was not up after 0 s" in one.news.get(timeout=20).text
-    assert one.news.get(timeout=20).kind == "failing"
+    assert "was not up after 0 s" in one.news.get(timeout=60).text
+    assert one.news.get(timeout=60).kind == "failing"
 
 
 def test_a_parts_warning_is_told_and_logged(watch, tmp_path):
     """Such as a list of checkpoints that was damaged: nobody reads a log while all goes well."""
     one = watch("import time\nprint('{\"warning\": \"a list was damaged\"}', flush=True)\ntime.sleep(100)\n")
-    assert one.news.get(timeout=20) == News("warning", "part", "a list was damaged")
+    assert one.news.get(timeout=60) == News("warning", "part", "a list was damaged")
     log = tmp_path / "logs" / "part.log"
     until(lambda: log.exists() and "a list was damaged" in log.read_text(), "not in the log")
 
@@ -84,7 +91,7 @@ def test_a_parts_warning_is_told_and_logged(watch, tmp_path):
 def test_a_parts_good_news_are_told(watch):
     """Such as the link that opens the notebook in Colab, once the Hub has it."""
     one = watch("import time\nprint('{\"said\": \"it opens in Colab\"}', flush=True)\ntime.sleep(100)\n")
-    assert one.news.get(timeout=20) == News("said", "part", "it opens in Colab")
+    assert one.news.get(timeout=60) == News("said", "part", "it opens in Colab")
 
 
 def test_a_part_that_says_that_it_is_over_is_told_and_not_started_again(watch):
@@ -96,12 +103,12 @@ def test_a_part_that_says_that_it_is_over_is_told_and_not_started_again(watch):
 
 def test_the_parts_own_reason_is_told(watch):
     one = watch('print(\'{"error": "The port is taken.\\\\n1. Another"}\')\nraise SystemExit(2)\n')
-    assert "says: The port is taken" in one.news.get(timeout=20).text
+    assert "says: The port is taken" in one.news.get(timeout=60).text
 
 
 def test_stdin_is_the_leash_and_not_the_parts(watch):
     one = watch('import sys\nprint(\'{"ready": {"read": %d}}\' % len(sys.stdin.read()), flush=True)\ninput()\n')
-    assert one.news.get(timeout=20).kind == "ready" and one.ready == {"read": 0}
+    assert one.news.get(timeout=60).kind == "ready" and one.ready == {"read": 0}
 
 
 def test_all_of_a_part_ends_with_it(watch):
@@ -112,11 +119,11 @@ def test_all_of_a_part_ends_with_it(watch):
         "import signal; signal.pause()\n"
     )
     one = watch(script)
-    assert one.news.get(timeout=20).kind == "ready"
+    assert one.news.get(timeout=60).kind == "ready"
     grandchild = psutil.Process(one.ready["pid"])
     one.kill()
-    assert one.news.get(timeout=20).kind == "restarting"
-    assert not psutil.wait_procs([grandchild], timeout=5)[1]
+    assert one.news.get(timeout=60).kind == "restarting"
+    assert not psutil.wait_procs([grandchild], timeout=60)[1]
 
 
 def test_host_json_that_cannot_be_read_is_not_guessed(tmp_path):

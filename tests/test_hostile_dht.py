@@ -66,7 +66,7 @@ def swarm():
 def as_stranger(peer: Peer, story: Callable[[P2P, PeerID], Awaitable[None]]) -> None:
     async def run(identity: str) -> None:
         P2P.generate_identity(identity)  # an RSA key, as ours; others have no name in the DHT
-        p2p = await P2P.create(initial_peers=peer.visible_maddrs(), identity_path=identity, startup_timeout=60)
+        p2p = await P2P.create(initial_peers=peer.visible_maddrs(), identity_path=identity, startup_timeout=120)
         try:
             await p2p.wait_for_at_least_n_peers(1, attempts=60)
             await asyncio.wait_for(story(p2p, peer.peer_id), 4 * PATIENCE)
@@ -87,7 +87,7 @@ def read_board(peer: Peer) -> dict:
 
 
 def write_board(peer: Peer, value: object) -> bool:
-    return peer.dht.store(BOARD, value, get_dht_time() + 120, subkey=peer.peer_id.to_bytes())
+    return peer.dht.store(BOARD, value, get_dht_time() + 500, subkey=peer.peer_id.to_bytes())
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -62,11 +62,11 @@ def net(monkeypatch) -> Iterator[SimpleNamespace]:
     server, proxy = recorder(200), recorder(502)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{probe.getsockname()[1]}"
-    yield SimpleNamespace(
-        server=server, url=f"http://127.0.0.1:{server.server_port}", proxy=proxy,
-        alive=f"http://127.0.0.1:{proxy.server_port}", dead=dead, with_login=f"http://me:{SECRET}@{dead}",
-    )  # fmt: skip
+        dead = f"127.0.0.1:{probe.getsockname()[1]}"  # it does not listen; while it is there nobody else does
+        yield SimpleNamespace(
+            server=server, url=f"http://127.0.0.1:{server.server_port}", proxy=proxy,
+            alive=f"http://127.0.0.1:{proxy.server_port}", dead=dead, with_login=f"http://me:{SECRET}@{dead}",
+        )  # fmt: skip
     for each in (server, proxy):
         each.shutdown()
         each.server_close()

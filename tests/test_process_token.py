@@ -27,7 +27,7 @@ def test_the_real_client_logs_in_and_nobody_else_sees_the_token(tmp_path):
     with Hub() as hub:
         hub.tokens["hf_secret"] = "ann"
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], input="hf_secret\n", text=True, capture_output=True, timeout=60,
+            [sys.executable, "-c", PROGRAM], input="hf_secret\n", text=True, capture_output=True, timeout=120,
             env=hub.environment(tmp_path),
         )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -101,7 +101,7 @@ def test_what_is_no_record_is_dropped(people, broken):
 # --- through a real DHT ---
 
 
-def fetch_until(board: PeerBoard, found, timeout: float = 20.0):
+def fetch_until(board: PeerBoard, found, timeout: float = 60.0):
     deadline = time.monotonic() + timeout
     while not found(records := board.fetch()):
         assert time.monotonic() < deadline, records
@@ -118,7 +118,7 @@ def test_the_board_through_a_real_dht(peer, people):
     assert records[peer.peer_id] == record_of(peer.peer_id, rounds=told) and records[peer.peer_id].kit == __version__
 
     # a stranger, honest; one with another's peer id; what does not fit the schema; what nobody signed
-    dht = DHT(initial_peers=peer.visible_maddrs(), client_mode=True, start=True, startup_timeout=60)
+    dht = DHT(initial_peers=peer.visible_maddrs(), client_mode=True, start=True, startup_timeout=120)
     try:
         write = partial(store_as, stranger=dht, to=peer.peer_id, key=peers_key("board"))
         honest, thief, vandal = people[:3]

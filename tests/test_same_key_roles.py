@@ -15,6 +15,7 @@ from tests import nursery
 from tests.local_swarm import ROOT, LocalPeer
 from tests.monitored import SMALLER, monitored
 from tests.test_hf_failures import Trainers, step_of, trainers
+from tests.test_host import copy_of_living
 from volunteer_kit.run_reader import find_run_file
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.identity import ensure_identity
@@ -113,7 +114,7 @@ def test_a_first_peer_whose_twin_is_at_its_old_address_does_not_start(first_peer
     """The two have nobody in common: volunteers have the address of one or of the other."""
     address = first_peers().said_of("ready")["maddrs"][0]
     copy = first_peers("--given-out", address)
-    assert "this one ends" in copy.said_of("over") and copy.process.wait(60) == 2
+    assert "this one ends" in copy.said_of("over") and copy.process.wait(WITHIN) == 2
     assert not any("ready" in event for event in copy.said())
 
 
@@ -128,7 +129,7 @@ def test_the_later_of_two_monitors_gives_up_its_key_and_the_other_goes_on(tmp_pa
         run.monitor(name="known")  # both know it
         first = run.monitor(name="first", wait=False)
         first.ready()
-        shutil.copytree(tmp_path / "first", tmp_path / "later", ignore=lambda *_: {"monitor.lock"})
+        copy_of_living(tmp_path / "first", tmp_path / "later", "monitor.lock")
         time.sleep(SKEW + 2)
         later = run.monitor(name="later", wait=False)
         assert later.process.wait(WITHIN) == 2

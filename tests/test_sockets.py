@@ -38,7 +38,7 @@ from volunteer_kit.swarm.daemon_link import DaemonLink
 async def main():
     folder = SocketFolder()
     asyncio.subprocess.create_subprocess_exec = DaemonLink(LastWords(), folder).start_daemon
-    p2p = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=60)
+    p2p = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=120)
     await p2p.add_binary_stream_handler("called", None)
     while not (there := list(folder.path.glob("p2pclient-*"))):
         await asyncio.sleep(0)

@@ -99,7 +99,7 @@ def until(supervisor: Supervisor, kind: str, count: int = 1) -> list[dict]:
     """Events up to the `count`-th of this kind."""
     seen = []
     while sum(event["event"] == kind for event in seen) < count:
-        event = supervisor.next_event(timeout=20)
+        event = supervisor.next_event(timeout=120)
         assert event is not None, f"no {kind!r} came, only {[event['event'] for event in seen]}"
         seen.append(event)
     return seen
@@ -108,7 +108,7 @@ def until(supervisor: Supervisor, kind: str, count: int = 1) -> list[dict]:
 def the_rest(supervisor: Supervisor) -> list[dict]:
     """Events until none can come any more."""
     seen = []
-    while (event := supervisor.next_event(timeout=20)) is not None:
+    while (event := supervisor.next_event(timeout=120)) is not None:
         seen.append(event)
         assert len(seen) < 100
     assert not supervisor.running
@@ -137,7 +137,7 @@ def alive(pids) -> list[int]:
     return living
 
 
-def gone(pids, within: float = 15.0) -> bool:
+def gone(pids, within: float = 60.0) -> bool:
     deadline = time.monotonic() + within
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -350,7 +350,7 @@ def test_a_worker_that_hangs_at_leaving(make, monkeypatch):
     pids = family(until(supervisor, "epoch"))
     start = time.monotonic()
     assert supervisor.leave(timeout=0.3) is False
-    assert time.monotonic() - start < 10 and alive(pids) == []
+    assert time.monotonic() - start < 25 and alive(pids) == []
     assert supervisor.exit_code == -signal.SIGKILL and supervisor.total_samples == 5 and supervisor.restarts == 0
     assert "restarting" not in kinds(the_rest(supervisor))
 
@@ -365,7 +365,7 @@ def test_a_worker_that_never_reads(make, tmp_path):
     pid = supervisor.pid
     start = time.monotonic()
     assert supervisor.leave(timeout=0.2) is False
-    assert supervisor.exit_code == -signal.SIGTERM and time.monotonic() - start < 10 and gone([pid])
+    assert supervisor.exit_code == -signal.SIGTERM and time.monotonic() - start < 25 and gone([pid])
 
 
 def test_a_lost_end_mark_does_not_block(make):
@@ -472,7 +472,7 @@ from volunteer_kit.training.protocol import WorkerSpec
 spec = WorkerSpec(run=json.loads(sys.argv[1]))
 supervisor = Supervisor(spec, log_path=sys.argv[2], module="stand_in_worker")
 supervisor.start()
-event = supervisor.next_event(timeout=30)
+event = supervisor.next_event(timeout=120)
 child = os.fork() if sys.argv[3] == "forks" else 0
 if sys.argv[3] == "forks" and child == 0:
     time.sleep(600)
@@ -493,7 +493,7 @@ def test_when_the_supervising_process_ends(make, tmp_path, how):
         event = json.loads(parent.stdout.readline())
         if how != "exits":
             parent.kill()
-        parent.wait(timeout=30)
+        parent.wait(timeout=120)
     try:
         if how == "exits":
             assert parent.returncode == 0 and alive(family([event])) == []

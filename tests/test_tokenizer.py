@@ -100,7 +100,7 @@ def test_a_tokenizer_that_fails_at_words_it_does_not_know_is_refused(model, tmp_
 def test_without_a_network_the_hub_says_what_to_do(tmp_path):
     code = "from volunteer_kit.data.tokenizer import load_tokenizer; load_tokenizer('hub:t5-small')"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     last = run.stderr.split("DataError: ")[-1]
     assert run.returncode == 1 and "hub:t5-small is neither in the cache nor" in last
     assert "1. " in last and "2. " in last and "hf download t5-small tokenizer.json" in last

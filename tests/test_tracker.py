@@ -188,7 +188,7 @@ def test_what_a_client_says_does_not_move_the_swarms_epoch(tracker, people):
     assert tracker._parse_swarm_progress_data(claims).epoch == 3
     claims = {second.subkey: entry(second.claims(epoch=5, client_mode=True))}
     assert tracker._parse_swarm_progress_data(claims).epoch == 3
-    claims = {honest.subkey: entry(honest.claims(epoch=7))}
+    claims = {honest.subkey: entry(honest.claims(epoch=900))}
     assert tracker._parse_swarm_progress_data(claims).epoch == 3, "no step on the way to a larger lie, either"
     assert tracker._parse_swarm_progress_data({honest.subkey: entry(honest.claims(epoch=4))}).epoch == 4
 
@@ -262,7 +262,7 @@ def running_tracker(peer: Peer, prefix: str, **options: float) -> Iterator[Swarm
     try:
         yield tracker
     finally:
-        tracker.shutdown(timeout=10)
+        tracker.shutdown(timeout=60)
 
 
 def stored_progress(peer: Peer, prefix: str) -> tuple[bytes, LocalTrainingProgress]:
@@ -287,7 +287,7 @@ def test_a_thread_of_the_tracker_reports_itself_and_reads_it_back(peer):
         subkey, claim = stored_progress(peer, "thread")
         assert claim.samples_accumulated == 20
         assert peer_id_of_owner(subkey) == peer.peer_id, "records are signed with the libp2p identity"
-        tracker.look_again(timeout=10)
+        tracker.look_again(timeout=60)
         assert tracker.global_progress.num_peers == 1 and tracker.claims_dropped == 0
 
 
@@ -310,7 +310,7 @@ def test_a_microbatch_that_ends_while_the_one_before_is_told_is_told_too(peer, m
                 tracker.report_local_progress(local_epoch=0, samples_accumulated=8)
             return get_dht_time()
 
-        tracker.look_again(timeout=10)  # both of its threads wait by now
+        tracker.look_again(timeout=60)  # both of its threads wait by now
         monkeypatch.setattr("volunteer_kit.swarm.progress.get_dht_time", time_while_training_goes_on)
         tracker.report_local_progress(local_epoch=0, samples_accumulated=4)
         wait_until_told(peer, "race", samples=8)
@@ -372,19 +372,23 @@ def test_a_microbatch_of_minutes_is_no_lie(peer):
     with running_tracker(peer, "slow", metadata_expiration=1.0) as tracker:
         tracker.report_local_progress(local_epoch=0, samples_accumulated=20)
         _, first = stored_progress(peer, "slow")
-        deadline = time.monotonic() + 20
-        while stored_progress(peer, "slow")[1].time < first.time + 2.5:
+
+        def is_told_again() -> bool:
+            again = stored_progress(peer, "slow")[1]
+            assert again.samples_accumulated == 20
+            holds = is_plausible(again, tracker.limits, get_dht_time(), tracker.metadata_expiration)
+            return holds and again.time >= first.time + 2.5
+
+        deadline = time.monotonic() + 60
+        while not is_told_again():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        _, again = stored_progress(peer, "slow")
-        assert again.samples_accumulated == 20
-        assert is_plausible(again, tracker.limits, get_dht_time(), tracker.metadata_expiration)
 
 
 def test_who_only_attends_is_seen_at_once(peer):
     """Others would meet it in a round, take themselves for alone, and call the round off."""
     with running_tracker(peer, "attends") as tracker:
-        tracker.look_again(timeout=10)
+        tracker.look_again(timeout=60)
         assert peer.dht.get("attends_progress", latest=True) is None, "a newcomer without samples is not waited for"
         tracker.attend(epoch=0)
         _, claim = stored_progress(peer, "attends")
@@ -413,4 +417,4 @@ def test_whose_epochs_are_shorter_than_its_reports_is_seen_all_the_same(peer):
         _, claim = stored_progress(peer, "fast")
         assert claim.epoch == 3
     finally:
-        tracker.shutdown(timeout=10)
+        tracker.shutdown(timeout=60)

@@ -23,11 +23,11 @@ class Contribution:
 
 def join_swarm(run, accept_terms):
     assert accept_terms and os.environ["HF_TOKEN"] == "hf_reads" and not pathlib.Path("setup.cfg").exists()
-    pathlib.Path(run).write_text("here")
     if "leaves a process" in run:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
-        time.sleep(60)
+        pathlib.Path(run).write_text("here")  # the stop button is pressed as soon as it is seen
+        time.sleep(600)
     except KeyboardInterrupt:
         print("You have left.")
     return Contribution(7)
@@ -59,7 +59,7 @@ def notebook_of(folder: Path, install: str, run: Path) -> Path:
     return path
 
 
-def visited(python: Path, folder: Path, name: str, install: str = "print('Installed.')", patience: float = 60):
+def visited(python: Path, folder: Path, name: str, install: str = "print('Installed.')", patience: float = 240):
     run = folder / name
     book = notebook_of(folder, install, run)
     is_there = lambda: 3 * run.exists()  # noqa: E731
@@ -73,7 +73,7 @@ def test_a_visit_is_timed_to_the_first_credited_sample_and_ends_by_the_stop_butt
     other = make_wheel(tmp_path, "brought-along", "1.0")
     found = visited(python, tmp_path, "run", f"%pip install -q --no-index {newer} {other}\nprint('Installed.')")
     assert found.error == "" and "Installed." in found.said and "You have left." in found.said
-    assert found.left_cleanly and found.samples == 7 and found.first_sample_s < 55 and found.install_s > 0
+    assert found.left_cleanly and found.samples == 7 and found.first_sample_s < 240 and found.install_s > 0
     assert found.changed == {"small-package": ["1.0", "2.0"]} and found.added == ["brought-along"]
 
 

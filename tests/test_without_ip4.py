@@ -91,7 +91,7 @@ def at(name: str, *command: str, environment: dict[str, str] | None = None) -> s
     """The lines that a program says on this machine."""
     done = subprocess.run(
         ["ip", "netns", "exec", name, *command],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=UP,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=2 * UP,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,10 +132,14 @@ def test_a_host_with_a_certificate_is_joined_by_a_volunteer(names, hub, tmp_path
         alarm.cancel()
         assert f"volunteer-kit join {url}" in said and f"/ip6/{FIRST}/tcp/" in said and "Without" not in said, said
         environment |= {"HF_TOKEN": token_of("ada")}
-        join = ("join", f"{url}/run.yaml", "--accept-terms", "--batch-size", "8", "--max-hours", "0.02")
-        told = at(names[2], *CLI, *join, "--home", str(tmp_path / "ada"), environment=environment)
+        join = ("join", f"{url}/run.yaml", "--accept-terms", "--batch-size", "8", "--home", str(tmp_path / "ada"))
+        for hours in ("0.02", "0.05"):  # how many it takes until a sample counts is the machine's affair
+            told = at(names[2], *CLI, *join, "--max-hours", hours, environment=environment)
+            file = tmp_path / "ada" / "totals.json"
+            totals = json.loads(file.read_text()) if file.exists() else {"samples": 0}
+            if totals["samples"]:
+                break
         assert "Training, 1 volunteer here" in told and "as ada" in told, told
-        totals = json.loads((tmp_path / "ada" / "totals.json").read_text())
         assert totals["samples"] > 0, told
     finally:
         kill_all(host.pid)

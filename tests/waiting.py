@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(true: Callable[[], object], timeout: float = 20.0) -> None:
+def wait_until(true: Callable[[], object], timeout: float = 60.0) -> None:
     """`timeout` in s."""
     deadline = time.monotonic() + timeout
     while not true():
