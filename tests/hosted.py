@@ -25,7 +25,7 @@ def main() -> int:
 
         parts.first_peer = stand_in
     watch.Patience = lambda: PATIENCE(most=3, first=0.1, slow=2.0)
-    door.STAGES = (2.0, 3.0, 4.0)
+    door.STAGES = (8.0, 10.0, 14.0)
     ports = [int(word) for word in os.environ.get("PORTS", "").split()]
     settings = HostSettings(push_to=os.environ.get("PUSH_TO"))
     if ports:

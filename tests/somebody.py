@@ -66,7 +66,7 @@ async def _call_store(_, node: DHTNode, to: PeerID, key: DHTID, subkey: bytes, v
 
 def store_as(somebody: Somebody, stranger: DHT, to: PeerID, key: str, value, sign: bool = True) -> bool:
     """A stranger's client, which checks nothing, writes into `to`'s storage. :returns: whether it was taken."""
-    serializer, key_id, expiration = DHTProtocol.serializer, DHTID.generate(source=key), get_dht_time() + 30
+    serializer, key_id, expiration = DHTProtocol.serializer, DHTID.generate(source=key), get_dht_time() + 300
     record = DHTRecord(key_id.to_bytes(), serializer.dumps(somebody.subkey), serializer.dumps(value), expiration)
     raw = somebody.validator.sign_value(record) if sign else record.value
     call = partial(_call_store, to=to, key=key_id, subkey=somebody.subkey, value=raw, expiration=expiration)

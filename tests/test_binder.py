@@ -37,7 +37,8 @@ def image(tmp_path_factory) -> tuple[Path, Path]:
     reachable, and the pinned build is served all the same."""
     folder = tmp_path_factory.mktemp("binder")
     checkout = folder / "checkout"
-    left_out = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "__pycache__", "build", "demo-out", "tests")
+    names = (".git", ".venv*", "*.egg-info", "__pycache__", "build", "demo-out", "tests", ".*_cache", ".hypothesis")
+    left_out = shutil.ignore_patterns(*names)
     shutil.copytree(ROOT, checkout, ignore=left_out)
     requirements = checkout / "binder" / "requirements.txt"
     lines = requirements.read_text().splitlines(keepends=True)
