@@ -122,7 +122,7 @@ def until(condition, what: str) -> None:
 
 
 def copy_of_living(folder: Path, place: Path, lock: str) -> None:
-    """Of a folder in which somebody is at work; again, if a file was replaced while it was copied."""
+    """Copy a folder in which somebody is at work; a file that was replaced meanwhile is copied again."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         try:
