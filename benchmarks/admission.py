@@ -4,8 +4,8 @@ one is out everywhere; and what all of that costs a round of averaging.
     python benchmarks/admission.py
 
 The victim is a peer of a swarm that trains, with a real authority over HTTP. The attackers are processes of bare
-hivemind with none of the kit's code. A cell counts as refused if no data came back, nothing was stored and the victim
-counted it under its reason; the same call with a good token must succeed, or nothing was shown.
+hivemind. A cell counts as refused if no data came back, nothing was stored and the victim's DHT counted it under its
+reason; the same call with a good token must succeed, or nothing was shown. A node's streams are not counted.
 """
 
 from __future__ import annotations
@@ -97,14 +97,13 @@ def measure_overhead(console: Console, run: Run, pairs: int, scratch: Path) -> d
     from benchmarks.admission_parts import overhead
 
     compared, left_out = overhead.measure(run, pairs, scratch)
-    size, whole = overhead.VALUES * 4 / 2**20, f"medians of {pairs - left_out} pairs ({left_out} left out)"
-    title = f"A round of {size:.0f} MB between {overhead.MEMBERS} peers, {whole}"
+    title = f"A round of {overhead.MEMBERS} peers, medians of {pairs - left_out} pairs ({left_out} missing)"
     table = Table("", "open", "admitted", "more", "90 % of resamples", title=title)
     for one in compared:
         span = f"{one.low:+.1f} to {one.high:+.1f} %"
         table.add_row(one.what, f"{one.open:.3f} s", f"{one.admitted:.3f} s", f"{one.percent:+.2f} %", span)
     console.print(table)
-    names = ("overhead_pct", "overhead_without_matchmaking_pct", "overhead_cpu_pct")
+    names = ("overhead_pct", "overhead_cpu_pct")
     return {name: round(one.percent, 2) for name, one in zip(names, compared, strict=True)}
 
 

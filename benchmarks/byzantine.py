@@ -6,14 +6,13 @@
 The network is simulated; rules, first line, 8-bit codec and the state machine of verified averaging are the kit's own,
 peers are 32-bit and 16-bit by turns, of different speed. `mean` is stock hivemind's: a weighted mean that believes
 everybody. `median`, `Krum` and `CenteredClip` stand behind the kit's first line (byzantine_parts/first_line.py: refused
-are parts that are not finite, weights and progress beyond what a device is believed to do, states farther off than
-steps are long; parts far longer than the others' are scaled down), and ban nobody. `ours` is CenteredClip behind it,
-verified, with bans. Gaps are to the run without attack, with the mean and the same seeds. A dash: not computed; where
-`ours` has one, RunConfig refuses what the attack needs, and the gap counted is that of CenteredClip.
+are parts that are not finite, weights and progress beyond what a device is believed to do; parts far longer than the
+others' are scaled down; a step needs the votes of more than half), and ban nobody. `ours` is CenteredClip behind it,
+verified, with bans. Gaps are to the run without attack, with the mean and the same seeds. A dash: not computed.
 
-Stand-ins: the network and its clock; that who is apart copies the state of most honest members at the epoch's end; that
-admission shuts out at once whom most others have convicted; that nobody takes it amiss if the group is small. Digests
-of parts are not looked at: nobody here sends other bytes than it has promised.
+Stand-ins: the network and its clock; votes, which are counted by who was told the same; that admission shuts out at
+once whom most others have convicted; that nobody takes it amiss if the group is small. Digests of parts are not looked
+at: nobody here sends other bytes than it has promised.
 """
 
 from __future__ import annotations

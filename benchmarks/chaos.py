@@ -3,15 +3,18 @@
     python benchmarks/chaos.py --minutes 15
 
 Eight workers behind 20/10 Mbit/s with sparse gradients, first without faults (a third of the time beside), then with
-one every 20 s, a quarter each: a worker is killed (SIGKILL, its p2pd and averagers too), stopped (SIGSTOP, later
-SIGCONT), its line is cut, three are parted from the rest. Killed workers are started again from their stored state, by
+one every 20 s, a quarter each: a worker is killed (SIGKILL, its p2pd and node too), stopped (SIGSTOP, later
+SIGCONT), its line is cut, three are parted from the rest. Killed workers are started again from what they stored, by
 a stand-in for the supervisor; nothing else is done. Emulated and dilated as in home_links.py; takes root and iproute2.
 
-goodput: seconds of devices whose samples entered an applied step / (seconds of all devices - contention). Of a killed
-worker's last steps, of which it cannot learn any more whether they counted, one is applied if others made that step for
-certain. goodput_kept: goodput under faults, dead time (from a kill to the first microbatch of the restarted process, at
-most 20 s) taken off the seconds, / that without. A stopped device's seconds are not taken off; with them off as well it
-is goodput_kept_less_stops.
+goodput: seconds of devices whose samples entered an applied step / (seconds of all devices - contention). goodput_kept:
+goodput under faults, dead time (from a kill to the first microbatch of the restarted process, at most 20 s) taken off
+the seconds, / that without. A stopped device's seconds are not taken off, and are no contention; with them off as well
+it is goodput_kept_less_stops.
+
+Each sample is accounted for (home_parts/accounts.py), and so is each second: goodput and the losses by
+cause are 1 together. Beside that stands what the protocol alone keeps under the same faults, by virtual time
+(home_parts/simulated.py).
 """
 
 from __future__ import annotations
@@ -21,42 +24,73 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.home_links import CHOSEN, settings
-from benchmarks.home_parts import ledger
+from benchmarks.home_parts import accounts, ledger
+from benchmarks.home_parts.accounts import Seconds
 from benchmarks.home_parts.faults import Fault, Faults, Supervisor, settle_kills
 from benchmarks.home_parts.material import MODELS
+from benchmarks.home_parts.simulated import Kept, simulate, virtual_faults
 from benchmarks.home_parts.swarm import HomeSwarm, pressure
-from benchmarks.home_parts.trial import REFRESH, WARM_UP, WARM_UP_PATIENCE, Trial
+from benchmarks.home_parts.trial import WARM_UP, WARM_UP_PATIENCE, Trial
+from benchmarks.home_parts.wire import encoded_bytes
 from benchmarks.netlab import Line
 from benchmarks.netlab_parts.telling import as_told, end_with
+from benchmarks.protocol_parts.lines import Speed
+from benchmarks.protocol_parts.swarm import Home
+from volunteer_kit.runs import load_run
+from volunteer_kit.session.node_parts import sync_settings
 
-# what a host would write whose volunteers come and go: short rounds leave the lines to those who make up for some
+# what a host would write whose volunteers come and go: short rounds leave the lines to those who catch up
 CHOSEN_HERE = CHOSEN["5_1"]
 EVERY, LASTING = 20.0, 8.0  # s between faults, and until one is lifted
 LONGEST_DEAD_TIME = 20.0  # s that are taken off for one kill
+SETTLED = 2.0  # s behind a step; then all who are in touch have taken it, and say so
 
 
 @dataclass
 class Stay:
     """A swarm's work between two of its steps."""
 
-    wall: float  # s
-    applied: float  # s of devices
-    contention: float
+    begin: float  # time.monotonic()
+    end: float
     gaps: list[float]  # s between two steps of the swarm
     rounds: list[float]  # s
-    unsent: float  # s of devices that were computed by killed processes after their last step
     faults: list[Fault]
     failures: Counter
+    applied: float  # s of devices
+    contention: float
+    account: Seconds = field(default_factory=dict)  # s of devices by where they went
     crashes: int = 0
     manual_actions: int = 0
     pressure: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        """s."""
+        return self.end - self.begin
+
+    @property
+    def dead(self) -> float:
+        """s of devices between kills and the restarted processes' first microbatches; of each kill LONGEST_DEAD_TIME at
+        most."""
+        ends = [(fault.at, min(fault.until or float("inf"), fault.at + LONGEST_DEAD_TIME)) for fault in self.kills]
+        return sum(max(0.0, min(until, self.end) - max(at, self.begin)) for at, until in ends)
+
+    @property
+    def stopped(self) -> float:
+        """s of devices between SIGSTOP and SIGCONT."""
+        return sum(fault.until - fault.at for fault in self.faults if fault.kind == "stop" and fault.until)
+
+    @property
+    def kills(self) -> list[Fault]:
+        return [fault for fault in self.faults if fault.kind == "kill"]
 
     def goodput(self, workers: int, off: float = 0.0) -> float:
         return self.applied / (workers * self.wall - self.contention - off)
@@ -71,7 +105,7 @@ def perform(trial: Trial, seconds: float, every: float, lasting: float, keep: Pa
             home = folder / f"home-{number}"
             home.mkdir()
             one |= {"folder": str(home / "state"), "identity_path": str(home / "identity.key")}
-        with HomeSwarm(folder, trial.scaled_lines(), trial.settings(folder), each) as swarm:
+        with HomeSwarm(folder, trial.scaled_lines(), trial.settings(folder), each, trial.joins_fast) as swarm:
             swarm.go()
             swarm.wait_until(lambda: swarm.slowest() > WARM_UP, WARM_UP_PATIENCE)
             begin, pressed = time.monotonic(), pressure()
@@ -86,82 +120,75 @@ def perform(trial: Trial, seconds: float, every: float, lasting: float, keep: Pa
             if keep is not None:
                 swarm.keep(keep / ("faults" if every else "quiet"))
             settle_kills(swarm, faults.faults)
-            stay = settle(trial, swarm, begin, end, faults.faults)
+            workers = [[process.events[:] for process in machine] for machine in swarm.workers]
+            stay = settle(trial.speeds, workers, begin, end, faults.faults)
             stay.crashes, stay.manual_actions = supervisor.crashes, supervisor.manual_actions
             stay.pressure = pressed / (end - begin)
             return stay
 
 
-def settle(trial: Trial, swarm: HomeSwarm, begin: float, end: float, faults: list[Fault]) -> Stay:
-    processes = [
-        (speed, worker.events[:], worker is not machine[-1])
-        for speed, machine in zip(trial.speeds, swarm.workers, strict=True)
-        for worker in machine
-    ]
-    known = {}
-    for number, (_, events, _) in enumerate(processes):
-        steps = ledger.fates(events)
-        decided = {id(step) for step, _ in steps}
-        known[number] = steps + [(e, 0) for e in events if e["event"] == "step" and id(e) not in decided]
-    certain = {
-        step["epoch"] for steps in known.values() for step, samples in steps
-        if samples and step["group_size"] > 1 and not step["failure"]
-    }  # fmt: skip
+Events = list[dict]
+
+
+def settle(speeds: Sequence[float], workers: list[list[Events]], begin: float, end: float, faults: list[Fault]) -> Stay:
+    """Settle the workers' events by the ledgers of their nodes. Raises SystemExit.
+
+    :param workers: of each the events of each of its processes
+    """
+    everything = [events for processes in workers for events in processes]
+    first, last, gaps = between_steps(everything, begin, end - SETTLED)
+    settled = min(SETTLED, median(gaps) / 2)
+    first, last = first + settled, last + settled
+    account = accounts.sum_of(
+        accounts.account_of(
+            accounts.lives_of(processes, [fault for fault in faults if number in fault.numbers]), speed, last
+        ).between(first, last)
+        for number, (speed, processes) in enumerate(zip(speeds, workers, strict=True))
+    )
+    took_part = [[e for e in events if e["event"] == "step" and e["samples"]] for events in everything]
+    return Stay(
+        first, last, gaps, ledger.round_seconds(took_part, first, last), faults,
+        failures=Counter(e["message"] for events in everything for e in events if e["event"] == "warning"),
+        applied=account[accounts.COMMITTED], contention=account.get(accounts.CONTENTION, 0.0), account=account,
+    )  # fmt: skip
+
+
+def between_steps(events: Sequence[Events], begin: float, end: float) -> tuple[float, float, list[float]]:
+    """When the swarm's first and last steps within these times were taken, and the seconds between all of them."""
     firsts: dict[int, float] = {}  # epoch -> when somebody first had it
-    for steps in known.values():
-        for step, _ in steps:
-            firsts[step["epoch"]] = min(step["at"], firsts.get(step["epoch"], float("inf")))
-    times = sorted(at for epoch, at in firsts.items() if epoch in certain and begin <= at <= end)
+    for step in (e for some in events for e in some if e["event"] == "step"):
+        firsts[step["epoch"]] = min(step["at"], firsts.get(step["epoch"], float("inf")))
+    times = sorted(at for at in firsts.values() if begin <= at <= end)
     if len(times) < 2:
         raise SystemExit("The swarm made no two steps.")
-    first, last = times[0], times[-1]
-    applied = contention = unsent = 0.0
-    for number, (speed, events, was_killed) in enumerate(processes):
-        for step, samples in known[number]:
-            if was_killed and not samples and not step["failure"] and step["epoch"] in certain:
-                samples = step["of"]
-            if first < step["at"] <= last:
-                applied += samples / speed
-        inside = [e for e in events if "computed" in e and first <= e["at"] <= last]
-        if inside:
-            contention += inside[-1]["contention"] - inside[0]["contention"]
-        if inside and was_killed:
-            told = [e for e in inside if e["event"] == "step"]
-            unsent += inside[-1]["computed"] - (told[-1]["computed"] if told else 0.0)
-    every_event = [events for _, events, _ in processes]
-    return Stay(
-        wall=last - first,
-        applied=applied,
-        contention=contention,
-        gaps=[after - before for before, after in zip(times, times[1:], strict=False)],
-        rounds=ledger.round_seconds(every_event, first, last),
-        unsent=unsent,
-        faults=faults,
-        failures=Counter(e["failure"] for events in every_event for e in events if e.get("failure")),
-    )
+    return times[0], times[-1], [after - before for before, after in zip(times, times[1:], strict=False)]
 
 
-def dead_time(faults: list[Fault]) -> list[float]:
-    """s of each kill until the restarted process's first microbatch."""
-    return [fault.until - fault.at if fault.until else float("inf") for fault in faults if fault.kind == "kill"]
+def simulated(trial: Trial, loud: Stay) -> Kept:
+    """The same swarm and the same faults in virtual time."""
+    run, line = load_run(trial.run()), trial.scaled_lines()[0]
+    settings = {name: value for name, value in sync_settings(run).items() if name != "target_batch_size"}
+    home = Home(
+        peers=len(trial.lines), public=len(trial.lines), line=Speed(line.down or 1000.0, line.up or 1000.0),
+        size=encoded_bytes(run), epoch=trial.epoch_seconds, ratio=trial.ratio, target=trial.target_batch_size,
+        microbatches=trial.microbatches, state=trial.state_bytes, settings=settings,
+    )  # fmt: skip
+    return simulate(home, trial.speeds, virtual_faults(loud.faults, loud.begin, loud.end), loud.wall)
 
 
 def figures(workers: int, quiet: Stay, loud: Stay) -> dict:
-    dead = dead_time(loud.faults)
-    off = sum(min(LONGEST_DEAD_TIME, seconds) for seconds in dead)
-    stopped = sum(fault.until - fault.at for fault in loud.faults if fault.kind == "stop" and fault.until)
+    dead = [fault.until - fault.at if fault.until else float("inf") for fault in loud.kills]
     before = quiet.goodput(workers)
-    return {
+    told = {
         "goodput_without_faults": before,
         "goodput_under_faults": loud.goodput(workers),
-        "goodput_kept": loud.goodput(workers, off) / before,
-        "goodput_kept_less_stops": loud.goodput(workers, off + stopped) / before,
+        "goodput_kept": loud.goodput(workers, loud.dead) / before,
+        "goodput_kept_less_stops": loud.goodput(workers, loud.dead + loud.stopped) / before,
         "faults": len(loud.faults),
-        "dead_time_s": off,
+        "dead_time_s": loud.dead,
         "dead_time_median_s": median(dead) if dead else 0.0,
         "dead_time_worst_s": max(dead, default=0.0),
-        "stopped_s": stopped,
-        "unsent_s": loud.unsent,
+        "stopped_s": loud.stopped,
         "worst_round_ratio": max(loud.rounds, default=float("nan")) / ledger.middle(quiet.rounds),
         "worst_gap_ratio": max(loud.gaps) / median(quiet.gaps),
         "epochs": len(loud.gaps),
@@ -170,6 +197,18 @@ def figures(workers: int, quiet: Stay, loud: Stay) -> dict:
         "contention": loud.contention / (workers * loud.wall),
         "pressure": loud.pressure,
     }
+    lost = accounts.losses(loud.account)
+    told |= {f"losses_{name.replace(': ', '_').replace(' ', '_')}": share for name, share in lost.items()}
+    return told | {"losses_sum": loud.goodput(workers) + sum(lost.values())}
+
+
+def print_losses(quiet: Stay, loud: Stay, workers: int) -> None:
+    """Print where the devices' time went."""
+    found = [accounts.losses(stay.account) for stay in (quiet, loud)]
+    print(f"\n{'share of device time':<30}{'quiet':>10}{'faults':>10}")
+    print(f"{'goodput':<30}{quiet.goodput(workers):>10.4f}{loud.goodput(workers):>10.4f}")
+    for name in sorted({*found[0], *found[1]}, key=lambda name: -found[1].get(name, 0.0)):
+        print(f"{name:<30}{found[0].get(name, 0.0):>10.4f}{found[1].get(name, 0.0):>10.4f}")
 
 
 def main() -> int:
@@ -184,15 +223,13 @@ def main() -> int:
     parser.add_argument("--target", type=int, default=4096)
     parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
-    parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8)
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the run file")
     parser.add_argument("--keep", type=Path, help="folder for all events and logs")
     options = parser.parse_args()
     trial = Trial(
         "chaos", "kit", [Line(20, 10)] * options.peers, model=options.model, ratio=options.ratio,
-        dilation=options.dilation, refresh_period=options.refresh, epoch=options.epoch,
-        target_batch_size=options.target, real_every=options.real_every,
+        dilation=options.dilation, epoch=options.epoch, target_batch_size=options.target, real_every=options.real_every,
         swarm=CHOSEN_HERE | settings(options.swarm),
     )  # fmt: skip
     minutes = options.quiet_minutes if options.quiet_minutes is not None else options.minutes / 3
@@ -204,7 +241,12 @@ def main() -> int:
         print(f"{fault.at - loud.faults[0].at:7.1f} s  {fault.kind:<10}{took}  workers {fault.numbers}")
     for failure, times in loud.failures.most_common():
         print(f"{times:>6} x {failure[:100]}")
-    print(as_told(figures(options.peers, quiet, loud)))
+    told = figures(options.peers, quiet, loud)
+    print_losses(quiet, loud, options.peers)
+    kept = simulated(trial, loud)
+    print(f"\nin virtual time: without faults {kept.quiet:.3f}, under the same ones {kept.loud:.3f}")
+    told |= {"simulated_goodput_kept": kept.kept, "difference": told["goodput_kept"] - kept.kept}
+    print(as_told(told))
     return 0
 
 

@@ -44,8 +44,8 @@ SMALL, SMALL_BATCH = "20_10_small", 1 / 4  # of the samples of an epoch
 STEPPING = "20_10_local"
 LOCAL_BATCH = 64
 AT_20_10 = ("20_10", SMALL, STEPPING)
-# Matchmaking and DHT send as many bytes for a small model: behind lines narrowed for 4 M parameters from 1 Mbit/s they
-# were all that had room, so that line is measured as it is
+# Messages and DHT send as many bytes for a small model: behind lines narrowed for 4 M parameters from 1 Mbit/s little
+# else has room, so that line is measured as it is
 MODEL, MODEL_OF = "4m", {"5_1": "12.5m"}
 OTHERS_SHARE = 3 / 4  # of a trial's seconds, for one of another system
 STOCK = {"float16": {}, "uniform8": {}, "powersgd": {"rank": 4}}
@@ -160,7 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
     parser.add_argument("--rtt", type=float, default=0, help="ms of each line; costs some of a core")
     parser.add_argument("--loss", type=float, default=0, help="share of packets that each line loses")
-    parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
+    parser.add_argument("--refresh", type=float, default=REFRESH, help="s between plain hivemind's looks at progress")
     parser.add_argument("--real-every", type=int, default=8, help="microbatches with one real backward pass")
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the kit's run files")
     parser.add_argument("--only", action="append", metavar="WORDS", help="trials whose names contain them; again: or")

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from volunteer_kit.data.code_shards import END, pack_record
 from volunteer_kit.data.source import Limits, ShardError
 from volunteer_kit.data.tar_reader import read_members
-from volunteer_kit.swarm.codec import CODECS
+from volunteer_kit.swarm.codecs.registry import CODECS
 
 CODES = 1024  # of a record
 PICTURE = 20_000  # bytes, of a 256-pixel JPEG

@@ -177,13 +177,18 @@ class Netlab:
 
     def _shape(self, machine: str, device: str, mbps: float | None, line: Line) -> None:
         """What leaves the machine by this device."""
-        add, at = ["tc", "-n", machine, "qdisc", "add", "dev", device], ["root"]
+        add, at = ["tc", "-n", machine, "qdisc", "replace", "dev", device], ["root"]
         if not line.is_ideal and not self.relayed:
             netem = ["netem", "delay", f"{line.rtt / 2:g}ms", "loss", f"{100 * line.loss:g}%", "limit", "10000"]
             run(*add, "root", "handle", "1:", *netem)
             at = ["parent", "1:", "handle", "2:"]
         if mbps:
             run(*add, *at, "tbf", "rate", f"{mbps:g}mbit", "burst", f"{1000 * line.burst:.0f}b", "latency", QUEUE)
+
+    def reshape(self, number: int, line: Line) -> None:
+        """Another speed for this machine's line, which has one; nothing else of it changes."""
+        self._shape(self.machines[number - 1], "line", line.up, line)
+        self._shape(self.switch, f"to{number}", line.down, line)
 
     def __exit__(self, *_) -> None:
         """Ends what still lives in it, too."""

@@ -5,7 +5,7 @@ that volunteers have: dual-stack homes, homes behind NAT, names of a local netwo
     python benchmarks/reachability.py --dial     two minutes: without training
     python benchmarks/reachability.py --store    its result goes under benchmarks/results/, with the commit
 
-Each machine decides as a joining peer does, by its addresses and by peers that call it back (swarm/reachability.py).
+Each machine decides as a joining peer does, by its addresses and by peers that call it back (net/reachability.py).
 Then each calls all those that took themselves for callable: `meets` if it reaches them. `rounds` are those of all
 members; `failed` ones lacked something, once all had met. It takes root and iproute2.
 """
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.netlab import NoNetlab
 from benchmarks.reachability_parts.cells import CELLS, Cell
 from benchmarks.reachability_parts.dialling import look
-from volunteer_kit.swarm.failures import CAUSES
+from volunteer_kit.swarm.records.failures import CAUSES
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "benchmarks/results/reachability.json"

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.home_links import CHOSEN, settings
 from benchmarks.home_parts import ledger
 from benchmarks.home_parts.material import MODELS
-from benchmarks.home_parts.trial import HEAD, REFRESH, WORDS, Outcome, Trial, perform
+from benchmarks.home_parts.trial import HEAD, WORDS, Outcome, Trial, perform
 from benchmarks.netlab import Line
 from benchmarks.netlab_parts.telling import as_told, end_with
 
@@ -59,7 +59,6 @@ def main() -> int:
     parser.add_argument("--target", type=int, default=4096, help="samples of an epoch")
     parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")
     parser.add_argument("--epoch", type=float, help="s that all devices need for them; the original's, dilated")
-    parser.add_argument("--refresh", type=float, default=REFRESH, help="s between looks at the others' progress")
     parser.add_argument("--real-every", type=int, default=8)
     parser.add_argument("--swarm", action="append", default=[], metavar="FIELD=VALUE", help="of the run file")
     parser.add_argument("--keep", type=Path, help="folder for all events and logs")
@@ -69,7 +68,7 @@ def main() -> int:
         f"{options.clients} clients, {options.reducers} public", "kit",
         [public] * options.reducers + [client] * options.clients, seconds=options.seconds, model=options.model, ratio=1,
         target_batch_size=options.target, swarm=CHOSEN["5_1"] | settings(options.swarm), epoch=options.epoch,
-        dilation=options.dilation, refresh_period=options.refresh, real_every=options.real_every,
+        dilation=options.dilation, real_every=options.real_every,
     )  # fmt: skip
     print(HEAD, flush=True)
     outcome = perform(trial, options.keep)

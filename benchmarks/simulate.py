@@ -4,33 +4,29 @@
     python benchmarks/simulate.py --stored benchmarks/results/simulate_measured.json      from measurements made before
     python benchmarks/simulate.py --stored FILE --peers 200 --clients 0.8 --up 5 --codec sparse --target 65536
 
-The model. Of n members, with lines U_i up and D_i down, devices of s_i samples/s, and vectors of V values in P parts:
+The model. Of n members, with lines U_i up and D_i down, devices of s_i samples/s, and vectors of V values in 16 cells:
 
     epoch    = target_batch_size / sum of s_i
-    round    = meeting + max(exchange, late) + work       from an epoch's end to the last answer
-    meeting  = meeting + meeting_more log2(n / 2)
-    late     = until the last member has seen that the epoch is over; the others' parts travel meanwhile
+    round    = meeting + max(exchange, late) + work       from an epoch's end to the step
+    meeting  = meeting + meeting_more log2(n / 2)         report, begin, proposal and votes
+    late     = until the last member has heard of the round; the others' parts travel meanwhile
     exchange = the longer of
                  the busiest line: max over i of (own parts sent + answers given) / U_i', (parts + answers got) / D_i'
-                 one after other:  the slowest sending of parts, then the answers to each slice's last part
+                 one after other:  the slowest sending of parts, then the answers
                + 3 round trips
-               slices by hivemind's load balancing of what lines carry, believed as swarm/shares.py believes it, cut
-               between parts as hivemind cuts; bytes as the codec's, times `header`
-    U', D'   = the line less the talk about progress: `record` bytes, of each node of the DHT that is asked (20 at
-               most), n times each half a matchmaking time (10 s at most) and, of who computes, 3 times a microbatch;
-               half of the line at most
+               slices of whole cells, shared out as swarm/sync/leading.py does; bytes as the codec's, times `header`
+    U', D'   = the line less the messages: `record` bytes a second; half of the line at most
     work     = `value_seconds` for each value encoded or decoded and summed, times the codec's own factors
     wall     = epoch + pause + round           or with delayed averaging: epoch + pause + max(0, round - epoch)
     goodput  = epoch / wall, less what members lose that leave
-    bytes    = those of the exchange, and of that talk
+    bytes    = those of the exchange, and of the messages
 
 Seven constants (header, record, meeting, meeting_more, late, value_seconds, pause) are fitted by least squares on some
 of the netlab's scenarios, and checked on others: `prediction_error` is the mean of |model / measured - 1| of round_s
 and goodput over those, `prediction_error_whole` likewise, without what rounds that failed have cost. What it has not
 seen: delays and losses of lines, groups of more than 5, rounds that fail (where `failed` is not 0 the model is too
-kind), and how long thousands take to meet. The kit refuses groups of more than 1,024; curves go on as if it did not.
-"Even slices" are what hivemind's load balancing asks for; between whole parts it cannot give more members a slice
-than it has parts.
+kind), and how long thousands take to vote. "Even slices" are what bandwidths ask for; of whole cells no more than 16
+members can have one.
 """
 
 from __future__ import annotations
@@ -56,7 +52,6 @@ from benchmarks.simulate_parts.model import CODECS, Constants, Prediction, Swarm
 RESULTS = Path(__file__).with_name("results")
 DOWN, UP = 20.0, 10.0  # Mbit/s
 BATCH, PEERS = 4096, 8  # samples of an epoch, and how many devices the original's EPOCH is of
-PART = 2**19  # values; hivemind's parts of a codec of one byte, and the sparse one's
 AT = (10, 100, 1000, 10_000)
 CODES = ("blockwise8", "sparse")
 
@@ -66,7 +61,7 @@ def homes(peers: int, codec: str, target_batch_size: float, even: bool = False) 
     speed = BATCH / EPOCH / PEERS
     return Swarm(
         np.full(peers, DOWN), np.full(peers, UP), np.full(peers, speed), target_batch_size, CODECS[codec],
-        cut(round(ORIGINAL), PART), even=even,
+        cut(round(ORIGINAL)), even=even,
     )  # fmt: skip
 
 
@@ -103,9 +98,8 @@ def asked(options: argparse.Namespace) -> Swarm:
         speeds = options.speed * n * (steps := options.ratio ** np.linspace(0, 1, n)) / steps.sum()
     return Swarm(
         np.full(n, options.down), np.full(n, options.up), speeds, options.target, CODECS[options.codec],
-        cut(round(options.parameters), PART), client=np.arange(n) >= n - round(options.clients * n), rtt=options.rtt,
-        delayed=not options.wait, matchmaking=options.matchmaking, leaves_per_hour=options.leaves,
-        epochs_lost=options.lost, even=options.even,
+        cut(round(options.parameters)), client=np.arange(n) >= n - round(options.clients * n), rtt=options.rtt,
+        delayed=not options.wait, leaves_per_hour=options.leaves, epochs_lost=options.lost, even=options.even,
     )  # fmt: skip
 
 
@@ -134,11 +128,10 @@ def arguments() -> argparse.Namespace:
     one.add_argument("--parameters", type=float, default=ORIGINAL)
     one.add_argument("--codec", choices=CODECS, default="blockwise8")
     one.add_argument("--target", type=float, default=BATCH, help="samples of an epoch")
-    one.add_argument("--matchmaking", type=float, default=15, help="s, of the run file")
     one.add_argument("--wait", action="store_true", help="no delayed averaging: devices wait for rounds")
     one.add_argument("--leaves", type=float, default=0, help="times an hour that a member leaves")
     one.add_argument("--lost", type=float, default=1, help="epochs of its computing that it loses each time")
-    one.add_argument("--even", action="store_true", help="slices as even as bandwidths ask, not whole parts")
+    one.add_argument("--even", action="store_true", help="slices as even as bandwidths ask, not whole cells")
     return parser.parse_args()
 
 

@@ -64,7 +64,6 @@ from benchmarks.staleness_parts.figures import (
 )
 from benchmarks.staleness_parts.samples import EMOJI, Data, Samples, read_data
 from benchmarks.staleness_parts.training import CODECS, Outcome, Size, train
-from volunteer_kit.swarm.codec import install_codecs
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "benchmarks/results/staleness.json"
@@ -77,7 +76,6 @@ BOUNDS = {"used_vs_waiting": 0.6, "used_vs_thrown": 1.02}  # at most
 def run_job(job: Job, size: Size, folder: Path, emoji: Path) -> Outcome:
     """One training, in a process of the pool. `folder` holds the encoded samples of each data set."""
     torch.set_num_threads(1)
-    install_codecs()
     parts = torch.load(folder / f"{job.setting.data}.pt", weights_only=True)
     data = Data(*(Samples(**parts[name]) for name in Data._fields))
     return train(job.setting, ALL_RULES[job.rule], size, data, emoji)

@@ -192,8 +192,7 @@ def table(lines: Mapping[str, float]) -> str:
         ("trained parameters, in adapters", f"{lines['lora_parameters']:,.0f}"),
         ("sent by a peer in a round; on the wire", f"{lines['bytes_per_round_per_peer'] / 1e6:.2f} MB; "
          f"{lines['wire_bytes_per_round_per_peer'] / 1e6:.2f} MB"),
-        ("a round; the worst; with matchmaking", f"{lines['round_s']:.2f} s; {lines['round_worst_s']:.2f} s; "
-         f"{lines['round_with_matchmaking_s']:.2f} s"),
+        ("a round; the worst", f"{lines['round_s']:.2f} s; {lines['round_worst_s']:.2f} s"),
         (f"what {home.UP:g} Mbit/s take for the bytes alone", f"{lines['floor_s']:.2f} s"),
         ("not trained, of an epoch", f"{lines['stall_s']:.2f} s"),
         ("rounds in which all were", f"{lines['rounds_of_all']:.0%}"),

@@ -156,7 +156,7 @@ def judge_pair(case: Case, found: list[dict[str, Any]], folders: list[Path]) -> 
     held: dict[int, int] = defaultdict(int)
     for peer in found:
         for report in peer["reports"]:
-            if report["group"] == 2 and not report["failure"]:
+            if report["group"] == 2 and report["received"] == 1.0:
                 held[report["epoch"]] += report["samples"]
     together = bool(groups) and groups.count(2) > len(groups) / 2
     overshoot = max(held.values(), default=0) / case.pair_target

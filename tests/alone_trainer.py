@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from dataclasses import dataclass
 
@@ -12,31 +11,17 @@ from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.trainer import Callback, Trainer
 
 
-class Averager:
-    """What callbacks know of the state averager: parameters, and a lock around them."""
-
-    def __init__(self, parameters):
-        self.main_parameters = parameters
-        self.locked = 0
-
-    @contextlib.contextmanager
-    def get_tensors(self):
-        self.locked += 1
-        yield self.main_parameters
-
-
 class AloneOptimizer:
-    """The attributes of SwarmOptimizer that the trainer and callbacks use, with plain SGD and a swarm of one."""
+    """The attributes of NodeOptimizer that the trainer and callbacks use, with plain SGD and a swarm of one."""
 
     def __init__(self, parameters, target: int = 16, lr: float = 0.1):
         self.parameters, self.target, self.lr = list(parameters), target, lr
-        self.state_averager = Averager(self.parameters)
+        self.num_parameters = len(self.parameters)
         self.local_epoch, self.samples = 0, 0
         self.reports: deque[StepReport] = deque()
         self.story: list = []
         self.statistic = torch.zeros(3)
-        self.complete = self.only_accumulated = True
-        self.broken_at: int | None = None
+        self.only_accumulated = True
 
     def zero_grad(self) -> None:
         self.story.append("zero_grad")
@@ -56,23 +41,14 @@ class AloneOptimizer:
                 parameter.sub_(self.lr * grad)
         if self.samples >= self.target:
             self.local_epoch += 1
-            if self.local_epoch == self.broken_at:
-                with torch.no_grad():
-                    self.parameters[0].fill_(float("nan"))
-            self.reports.append(StepReport(self.local_epoch, self.samples, 3, 1.0, 0.5, 100, 200, {}))
+            self.reports.append(StepReport(self.local_epoch, self.samples, 3, 1.0, 0.5, 100, 200))
             self.samples = 0
         return True
 
     def training_state(self) -> list[torch.Tensor]:
         return [*(parameter.detach() for parameter in self.parameters), self.statistic]
 
-    def restore(self, tensors) -> None:
-        self.story.append("restore")
-        with torch.no_grad():
-            for ours, theirs in zip(self.training_state(), tensors, strict=True):
-                ours.copy_(theirs)
-
-    def named_state(self, names, certain=False):
+    def named_state(self, names):
         tensors = dict(zip([*names, "optimizer/weight/m"], self.training_state(), strict=True))
         return {name: tensor.clone() for name, tensor in tensors.items()}, {"epoch": self.local_epoch, "numbers": []}
 

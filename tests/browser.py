@@ -34,7 +34,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests import older_packages
 from volunteer_kit.process_group import find, kill_all
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.swarm.net.peer import free_port
 
 ROOT = Path(__file__).parents[1]
 STARTUP = 240  # s for the server, on two busy cores

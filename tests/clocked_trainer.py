@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from benchmarks.trainer_parts import peer
 from tests import clocked_peer
-from volunteer_kit.swarm import clock_watch
+from volunteer_kit.swarm.net import clock_watch
 from volunteer_kit.worker import own_stdin
 
 

@@ -14,7 +14,7 @@ end_descendants_with_us()  # peers, hosts and servers, however this process ends
 
 @pytest.fixture(autouse=True)
 def interrupts_arrive():
-    """hivemind sets SIGINT to "ignore" in the process that builds an averager; the next test must not inherit that."""
+    """hivemind sets SIGINT to "ignore" in the process that builds a DHT; the next test must not inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,31 +30,11 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def peer():
     """A peer of its own, on loopback."""
-    from volunteer_kit.swarm.peer import PeerConfig, start_peer  # hivemind: takes seconds
+    from volunteer_kit.swarm.net.peer import PeerConfig, start_peer  # hivemind: takes seconds
 
     peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=120))
     yield peer
     peer.shutdown()
-
-
-@pytest.fixture(scope="module")
-def lone(peer):
-    """A real optimizer on it, with nobody else."""
-    from tests.lone_optimizer import make_optimizer
-
-    optimizer = make_optimizer(peer)
-    yield optimizer
-    optimizer.shutdown()
-
-
-@pytest.fixture
-def averager(peer):
-    """Of the gradients of two tensors, not started."""
-    import torch
-
-    from tests.allreduce_group import make_averager
-
-    return make_averager(peer, [torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(2))])
 
 
 @pytest.fixture(scope="module")

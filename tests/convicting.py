@@ -12,7 +12,7 @@ from hivemind.p2p import PeerID
 from tests.local_authority import RUN, Authority, key
 from volunteer_kit.auth.access_token import AccessToken, issue_token, key_hash, peer_id_of_key
 from volunteer_kit.auth.proof import convict_claim, prove, public_text
-from volunteer_kit.swarm.convictions import Strike, evidence_of
+from volunteer_kit.swarm.verification.convictions import Strike, evidence_of
 
 DETAILS = "step 41: 256 samples were computed again; what was sent differs by 1.97 of its length, 0.15 is allowed"
 

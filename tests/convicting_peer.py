@@ -18,11 +18,11 @@ from tests.somebody import record_of
 from volunteer_kit.monitor.convictions import Convictions
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import Bans
-from volunteer_kit.swarm.conviction_keeper import ConvictionKeeper
-from volunteer_kit.swarm.convictions import ConvictionBoard
-from volunteer_kit.swarm.host_membership import HostMembership
-from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
-from volunteer_kit.swarm.records import PeerBoard
+from volunteer_kit.swarm.net.peer import Peer, PeerConfig, start_peer
+from volunteer_kit.swarm.records.host_credentials import HostMembership
+from volunteer_kit.swarm.records.peer_record import PeerBoard
+from volunteer_kit.swarm.verification.convictions import ConvictionBoard
+from volunteer_kit.swarm.verification.enforcement import ConvictionKeeper
 from volunteer_kit.worker import own_stdin
 
 say = functools.partial(print, flush=True)

@@ -30,7 +30,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     SwarmCallback.on_report = lambda self, report: say(
-        "step", epoch=report.epoch, group_size=report.group_size, samples=report.counted, failure=report.failure
+        "step", epoch=report.epoch, group_size=report.group_size, samples=report.samples, cause=report.cause
     )
     trainer = swarm_trainer(
         settings["run"],

@@ -10,8 +10,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
 
 from volunteer_kit.data.leases import Lease
-from volunteer_kit.swarm.leases import SwarmLeases
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.leases.client import SwarmLeases
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
 from volunteer_kit.worker import own_stdin
 
 

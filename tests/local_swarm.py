@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def is_whole(event: dict, members: int = 3) -> bool:
-    """A round of all `members`, in which what each gave counted: who came last may be out of step for a while."""
-    return event["event"] == "epoch" and event["group_size"] == members and not (event["refused"] or event["failure"])
+    """A step of all `members`, of which nothing is missing."""
+    return event["event"] == "epoch" and event["group_size"] == members and event["cause"] is None
 
 
 class LocalPeer:
@@ -89,8 +89,7 @@ class LocalPeer:
     def brief(self) -> str:
         """Its last rounds, and the last that it logged: for whom another peer waited in vain."""
         told = [f"{e['event']} {e.get('epoch', '')}:{e.get('group_size', '')}" for e in self.said()]
-        failures = [e["failure"] for e in self.events if e.get("failure")][-2:]
-        return f"{self.log.name}: {told[:4]} ... {told[-6:]} {failures}\n{self.log.read_text()[-600:]}"
+        return f"{self.log.name}: {told[:4]} ... {told[-6:]}\n{self.log.read_text()[-600:]}"
 
     def ask(self, timeout: float = 240.0, **order) -> dict:
         """Send an order and await its own answer."""

@@ -28,7 +28,7 @@ from volunteer_kit.journal import JournalReader
 from volunteer_kit.monitor.judge import PROBATION
 from volunteer_kit.monitor.watch import CHECKPOINT_EVERY
 from volunteer_kit.run_reader import find_run_file
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.swarm.net.peer import free_port
 from volunteer_kit.training.protocol import WorkerSpec
 
 SECOND_CHECKPOINT = 2 * CHECKPOINT_EVERY + PROBATION  # the step at which also this one should have been found good
@@ -37,7 +37,7 @@ SMALLER = {
     "target_batch_size": 1024,
     "swarm": {
         "matchmaking_time": 2.0, "allreduce_timeout": 8, "averaging_timeout": 12, "progress_expiration": 10,
-        "load_state_timeout": 60, "delay_optimizer_step": False, "average_state_every": 3,
+        "load_state_timeout": 60, "delay_optimizer_step": False,
     },
 }  # fmt: skip
 

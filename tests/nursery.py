@@ -31,7 +31,7 @@ from volunteer_kit.process_group import kill_all
 
 ROOT = Path(__file__).parents[1]
 # Most peers import these modules. None of them may read the environment at import, for each child has its own.
-IMPORTED = ("volunteer_kit.session", "benchmarks.netlab", "tests.attacks", "tests.peer_questions")
+IMPORTED = ("volunteer_kit.session", "benchmarks.netlab", "tests.peer_questions")
 READ_THE_ENVIRONMENT = {"huggingface_hub", "transformers", "datasets"}
 MOST = 2**17  # bytes of one order
 _lock = threading.Lock()

@@ -12,26 +12,17 @@ from typing import Any
 
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2, dht_pb2
-from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
+from hivemind.proto import dht_pb2
+from hivemind.utils import get_dht_time
 
 from volunteer_kit.auth.access_token import Trust
 from volunteer_kit.session.membership import Membership
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.averager import SwarmAverager
-from volunteer_kit.swarm.host_membership import HostMembership
-from volunteer_kit.swarm.keeper import AdmissionKeeper
-from volunteer_kit.swarm.peer import Peer
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.net.peer import Peer
+from volunteer_kit.swarm.records.credentials import AdmissionKeeper
+from volunteer_kit.swarm.records.host_credentials import HostMembership
 
 PATIENCE = 20.0  # s for one call; a stranger may answer nothing
-QUESTIONS = {  # call of one message -> what it asks: about a state and a round that nobody has
-    "rpc_get_chunk": [bytes(32), 0],
-    "rpc_get_told": [0, 1],
-    "rpc_tell": [b"none", 0, True],
-    "rpc_show_part": [b"none", b"nobody", 0],
-    "rpc_count_answers": [b"none", 0, 0],
-    "rpc_show_answer": [b"none", 0, 0],
-}
 
 
 class Shown:
@@ -68,28 +59,10 @@ def membership(settings: dict) -> Shown | HostMembership | Membership:
     return member
 
 
-# --- calls to others, from the process that makes them and by the stub that it makes them with ---
-
-
-async def call_averager(self: SwarmAverager, peer: bytes, kind: str, result: MPFuture) -> None:
-    """In the averager's process: `result` is how it went, in words."""
-    result.set_result(await outcome(call_by_stub(self, PeerID(peer), kind)))
-
-
-async def call_by_stub(averager: SwarmAverager, peer: PeerID, kind: str) -> Any:
-    stub = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
-    method = getattr(stub, kind)
-    if kind == "rpc_join_group":
-        return await anext(await method(averaging_pb2.JoinRequest(schema_hash=b"none", group_key="none")))
-    if kind == "rpc_aggregate_part":
-        return await anext(await method(one(averaging_pb2.AveragingData(group_id=b"none"))))
-    if kind == "rpc_download_state":
-        return await anext(await method(averaging_pb2.DownloadRequest()))
-    return await method(averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(QUESTIONS[kind])))
+# --- in the DHT's process: calls to others, by the stub that it makes them with ---
 
 
 async def call_node(dht: Any, node: Any, peer: bytes, kind: str) -> str:
-    """In the DHT's process."""
     stub, key = node.protocol.get_stub(PeerID(peer)), DHTID.generate("of a test").to_bytes()
     info = dht_pb2.NodeInfo()
     request = {
@@ -101,10 +74,6 @@ async def call_node(dht: Any, node: Any, peer: bytes, kind: str) -> str:
         ),
     }[kind]  # fmt: skip
     return await outcome(getattr(stub, kind)(request, timeout=PATIENCE))
-
-
-async def one(message: Any) -> Any:
-    yield message
 
 
 async def outcome(call: Any) -> str:
@@ -123,11 +92,10 @@ async def kept_here(dht: Any, node: Any, key: str) -> bool:
 
 
 class Questions:
-    """Answers them, from any thread. `optimizer` is set once it is there."""
+    """Answers them, from any thread."""
 
     def __init__(self, peer: Peer):
-        SwarmAverager.call_for_test = call_averager  # before the averagers are forked
-        self.peer, self.optimizer, self._answered = peer, None, 0
+        self.peer, self._answered = peer, 0
 
     def answer(self, question: dict) -> dict:
         name = question.pop("ask")
@@ -146,12 +114,7 @@ class Questions:
     def kept(self, key: str) -> dict:
         return {"kept": self.peer.dht.run_coroutine(functools.partial(kept_here, key=key))}
 
-    def call(self, averager: str, kind: str, peer: str) -> dict:
-        """Call `peer`: as a DHT node (averager "dht"), or as one of the averagers ("state", "grad")."""
+    def call(self, kind: str, peer: str) -> dict:
+        """Call `peer` as another node of the DHT."""
         peer_id = PeerID.from_base58(peer).to_bytes()
-        if averager == "dht":
-            return {"outcome": self.peer.dht.run_coroutine(functools.partial(call_node, peer=peer_id, kind=kind))}
-        chosen = self.optimizer.state_averager if averager == "state" else self.optimizer.grad_averager
-        result = MPFuture()
-        chosen._outer_pipe.send(("call_for_test", [peer_id, kind, result], {}))
-        return {"outcome": result.result(timeout=2 * PATIENCE)}
+        return {"outcome": self.peer.dht.run_coroutine(functools.partial(call_node, peer=peer_id, kind=kind))}

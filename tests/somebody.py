@@ -13,8 +13,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from volunteer_kit.swarm.identity import peer_id_of_owner
-from volunteer_kit.swarm.records import PeerRecord
+from volunteer_kit.swarm.net.identity import peer_id_of_owner
+from volunteer_kit.swarm.records.peer_record import PeerRecord
 
 NOW = 1_800_000_000.0
 LIFETIME = 60.0

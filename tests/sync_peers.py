@@ -171,7 +171,8 @@ class Swarm:
         elif isinstance(action, EndExchange):
             self.queue.append((peer, peer, ExchangeEnded(action.fingerprint, self.had(action.fingerprint))))
         elif isinstance(action, FetchAnswers) and self.serves_answers:
-            self.queue.append((peer, peer, AnswersHeld(action.digests)))
+            fitting = frozenset(answer.slice for answer in action.judged if answer.digest in action.digests)
+            self.queue.append((peer, peer, AnswersHeld(action.digests, fitting, self.cores[peer].head.lineage)))
         elif isinstance(action, FetchSnapshot) and action.source in self.cores and self.snapshot_seconds is not None:
             self._snapshots.append((self.now + self.snapshot_seconds, peer, self.snapshot(action.source)))
         elif isinstance(action, (Adopt, Repair)):

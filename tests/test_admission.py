@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing as mp
 import time
 from types import SimpleNamespace
@@ -10,21 +9,18 @@ from types import SimpleNamespace
 import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
-from hivemind.proto import auth_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from tests.trust import RunKeys, make_identity
 from volunteer_kit.auth.access_token import BanList, account_digest
-from volunteer_kit.swarm.admission import Admission, NotAdmitted
-from volunteer_kit.swarm.admitted_averager import AdmittedAverager
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.identity import load_private_key
-from volunteer_kit.swarm.introduction import KNOWN_FOR, IntroducedStub, Introductions
-from volunteer_kit.swarm.keeper import AdmissionKeeper
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
-from volunteer_kit.swarm.records import PeerBoard, PeerRecord
-from volunteer_kit.swarm.roster import CAPACITY, PROBES, Known, Roster
+from volunteer_kit.swarm.net.access.control import Admission, NotAdmitted
+from volunteer_kit.swarm.net.access.token_table import CAPACITY, PROBES, Known, Roster
+from volunteer_kit.swarm.net.identity import load_private_key
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.records.credentials import AdmissionKeeper
+from volunteer_kit.swarm.records.peer_record import PeerBoard, PeerRecord
 
 A, B, C = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 4))
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
@@ -40,19 +36,19 @@ def run(tmp_path):
 
 def test_a_run_without_an_authority_admits_everybody():
     admission = Admission()
-    admission.check(A, "join_group")
+    admission.check(A, "find")
     assert admission.is_open and admission.is_admitted(A) and admission.show(b"", A) is None
     assert admission.account_of(A) != admission.account_of(B), "each peer counts as an account of its own"
 
 
 def test_a_peer_is_admitted_by_what_it_has_shown(run):
     admission = run.admission(bob=B)
-    admission.check(B, "join_group")
+    admission.check(B, "find")
     assert admission.username_of(B) == "bob" and admission.role_of(B) == "volunteer"
     assert admission.account_of(B) == account_digest("test", "Bob"), "as the Hub, which knows no capitals"
-    with pytest.raises(NotAdmitted, match="no access token.*join_group"):
-        admission.check(C, "join_group")
-    assert admission.refused == {("join_group", "no_token"): 1}
+    with pytest.raises(NotAdmitted, match="no access token.*find"):
+        admission.check(C, "find")
+    assert admission.refused == {("find", "no_token"): 1}
 
 
 @pytest.mark.parametrize(
@@ -144,73 +140,6 @@ def test_a_full_table_forgets_who_expired_the_longest_ago():
     assert all(known is not None for known in newest)
     assert newest[-1] == Known(b"a" * 16, 1000.0 + 3 * CAPACITY - 1, "volunteer", f"user-{3 * CAPACITY - 1}")
     assert PROBES < CAPACITY
-
-
-# --- introductions ---
-
-
-class Other:
-    """A peer that answers an introduction, and one more call."""
-
-    def __init__(self, token: bytes):
-        self.token, self.introduced, self.called, self.forgets = token, [], 0, False
-
-    async def rpc_introduce(self, request):
-        self.introduced.append(request.signature)
-        return auth_pb2.AccessToken(signature=self.token)
-
-    async def rpc_join_group(self, request):
-        self.called += 1
-        if self.forgets:
-            raise NotAdmitted("it has begun anew")
-
-    rpc_aggregate_part = rpc_join_group
-
-
-def test_who_calls_shows_its_token_first_and_not_each_time(run):
-    admission, now = run.admission(own=A), SimpleNamespace(time=100.0)
-    other = Other(run.token(B, "bob"))
-    stub = IntroducedStub(other, B, admission, Introductions(admission, clock=lambda: now.time))
-    for _ in range(3):
-        asyncio.run(stub.rpc_join_group(None))
-    assert other.introduced == [admission.own_token] and other.called == 3
-    now.time += KNOWN_FOR + 1
-    asyncio.run(stub.rpc_join_group(None))
-    assert len(other.introduced) == 2, "it may have begun anew, and then knows nobody"
-    other.forgets = True
-    with pytest.raises(NotAdmitted):
-        asyncio.run(stub.rpc_join_group(None))
-    other.forgets = False
-    asyncio.run(stub.rpc_join_group(None))
-    assert len(other.introduced) == 3, "and when it says so, it is told at the next call"
-
-
-@pytest.mark.parametrize("shows", ["nothing", "another peer's"])
-def test_who_shows_nothing_is_not_called(run, shows):
-    admission, other = run.admission(own=A), Other(b"" if shows == "nothing" else run.token(C))
-    stub = IntroducedStub(other, B, admission, Introductions(admission))
-    for call in (stub.rpc_join_group, stub.rpc_aggregate_part):
-        with pytest.raises(NotAdmitted):
-            asyncio.run(call(None))
-    assert other.called == 0 and sum(admission.refused.values()) == 2
-
-
-def test_a_group_tells_its_members_tokens(run, monkeypatch, peer):
-    """And so nobody has to introduce itself to reducers."""
-    import torch
-
-    from tests.test_averager import group_of, make_averager, say
-
-    admission = run.admission(own=A)
-    monkeypatch.setattr(AdmittedAverager, "doorkeeper", admission)
-    averager = make_averager(peer, [torch.nn.Parameter(torch.zeros(2))])
-    me = peer.peer_id
-    group = group_of({me: say(5), B: say(5, token=run.token(B, "bob"))})
-    averager._read_group(group)
-    assert admission.username_of(B) == "bob"
-    for shown in (b"", run.token(B, "bob")):
-        with pytest.raises(NotAdmitted, match="refused at group"):
-            averager._read_group(group_of({me: say(5), C: say(5, token=shown)}))
 
 
 # --- real peers ---

@@ -20,8 +20,8 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from tests.trust import RunKeys
 from volunteer_kit.auth.access_token import peer_id_of_key
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.admitted_dht import (
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.net.access.dht_auth import (
     LONGEST,
     MAX_ANSWER,
     MAX_HANDED_ON,
@@ -35,9 +35,9 @@ from volunteer_kit.swarm.admitted_dht import (
     AdmittedDHTProtocol,
     OpenDHTProtocol,
 )
-from volunteer_kit.swarm.dht_routing import BATCH, MAX_REPLACEMENTS
-from volunteer_kit.swarm.dht_storage import BoundedStorage
-from volunteer_kit.swarm.serializer import bound_serializer
+from volunteer_kit.swarm.net.dht_routing import BATCH, MAX_REPLACEMENTS
+from volunteer_kit.swarm.net.dht_storage import BoundedStorage
+from volunteer_kit.swarm.net.serializer import bound_serializer
 
 B, C = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (2, 3))
 KEY, STATEMENTS = DHTID.generate("leaders").to_bytes(), DHTID.generate("statements").to_bytes()

@@ -17,7 +17,7 @@ from benchmarks.reachability_parts.dialling import look
 from tests.local_swarm import ROOT
 from tests.network import Network, network
 from volunteer_kit.process_group import kill_all
-from volunteer_kit.swarm import autonat
+from volunteer_kit.swarm.net import autonat
 
 
 def response(status: int, address: str | None = None) -> bytes:
@@ -68,7 +68,7 @@ asyncio.run(main())
 CLOSED = """
 import asyncio, sys
 from hivemind.p2p import P2P, PeerID
-from volunteer_kit.swarm.autonat import call_back
+from volunteer_kit.swarm.net.autonat import call_back
 
 async def main():  # it listens where nobody can call
     p2p = await P2P.create(initial_peers=sys.argv[1:], host_maddrs=["/ip4/127.0.0.1/tcp/4002"], startup_timeout=60)

@@ -65,13 +65,16 @@ def test_what_can_be_told_at_once_is(arguments, words, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [] and psutil.Process().children() == before
 
 
+DELAYS = "  delay_grad_averaging: true\n  delay_optimizer_step: false"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (of_demo("  matchmaking_time:", "  matchmaking_tme:"), ["'matchmaking_tme'", "nearest is 'matchmaking_time'"]),
+        (of_demo("allreduce_timeout:", "allreduce_timout:"), ["'allreduce_timout'", "nearest is 'allreduce_timeout'"]),
         (of_demo("seed: 0", "seed: zero"), ["seed is 'zero'", "integer"]),
-        (of_demo("averaging_timeout: 9", "averaging_timeout: 3"), ["7.5 s", "or more"]),
-        (of_demo("grad_averaging: false", "grad_averaging: true"), ["set delay_optimizer_step: true"]),
+        (of_demo("allreduce_timeout: 6", "allreduce_timeout: 0"), ["greater than 0"]),
+        (of_demo("timeout: 60", f"timeout: 60\n{DELAYS}"), ["set delay_optimizer_step: true"]),
     ],
     ids=["unknown key", "wrong type", "impossible times", "impossible delays"],
 )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.local_swarm import local_swarm
 from volunteer_kit.doctor.steady_clock import steady_clock, verdict
-from volunteer_kit.swarm.clock_watch import SET_CLOCK, ClockWatch, in_words
-from volunteer_kit.swarm.reach import NOBODY, Look, Reach, why_anew
-from volunteer_kit.swarm.same_key import Instance, Sharing, judge
+from volunteer_kit.swarm.net.clock_watch import SET_CLOCK, ClockWatch, in_words
+from volunteer_kit.swarm.net.connectivity import NOBODY, Look, Reach, why_anew
+from volunteer_kit.swarm.net.same_key import Instance, Sharing, judge
 
 HOUR, DAY = 3600.0, 86_400.0
 ADDRESS = "/ip4/10.0.0.1/tcp/1/p2p/A"
@@ -137,20 +135,20 @@ def test_a_cause_of_ones_own_is_told_before_the_line_and_nothing_is_stepped(
     clocks, monkeypatch, first, look, happens, words
 ):
     for period in ("PERIOD", "PERIOD_SILENT"):
-        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
+        monkeypatch.setattr(f"volunteer_kit.swarm.net.connectivity.{period}", 1e6)
     reach = Reach(NoDht(first, Look(answered=True, offset=0.0), look), clock=clocks.watch())
     try:
-        reach._look(not_before=time.monotonic())
-        assert reach.may_go_alone(), "all is well, and somebody answers"
+        reach._look()
+        assert reach.cut_off is None, "all is well, and somebody answers"
         if happens == "jump":
             clocks.wall += HOUR
         elif happens == "sleep":
             clocks.sleep(HOUR)
         elif happens == "token":
             reach.ask_cause = lambda: TOKEN
-        may = [reach._look(not_before=time.monotonic()) or reach.may_go_alone() for _ in range(3)]
+        for _ in range(3):
+            reach._look()
         assert words in reach.cut_off if words else reach.cut_off is None
-        assert may == [words is None] * 3
         assert reach.waits_for_itself is (happens in ("jump", "token") and words is not None)
     finally:
         reach.close()
@@ -167,7 +165,7 @@ def test_a_cause_of_ones_own_is_told_before_the_line_and_nothing_is_stepped(
 )
 def test_who_leaves_and_comes_back_is_told_why(clocks, monkeypatch, happens, seconds, why):
     for period in ("PERIOD", "PERIOD_SILENT"):
-        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
+        monkeypatch.setattr(f"volunteer_kit.swarm.net.connectivity.{period}", 1e6)
     reach = Reach(NoDht([ADDRESS], Look(answered=True, offset=0.0)), clock=clocks.watch())
     try:
         assert reach.why_anew == "" and reach.woke is None
@@ -179,7 +177,7 @@ def test_who_leaves_and_comes_back_is_told_why(clocks, monkeypatch, happens, sec
         clocks.go(seconds)
         if "back" in happens:
             clocks.wall -= HOUR
-        reach._look(not_before=time.monotonic())
+        reach._look()
         assert (why in reach.why_anew) if why else reach.why_anew == ""
     finally:
         reach.close()
@@ -197,65 +195,6 @@ def test_who_leaves_and_comes_back_is_told_why(clocks, monkeypatch, happens, sec
 )
 def test_a_peer_begins_anew_only_where_that_mends_something(cut_off, seconds, waits, afresh, why):
     assert why_anew(cut_off, seconds, waits, afresh) == why
-
-
-def test_after_a_sleep_an_answer_from_before_is_not_believed(clocks, monkeypatch):
-    """The monotonic clock stood still, so that an hour's old answer looks a moment old."""
-    for period in ("PERIOD", "PERIOD_SILENT"):
-        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
-    dht = NoDht([ADDRESS], SILENT)
-    reach = Reach(dht, clock=clocks.watch())
-    try:
-        reach._take(Look(answered=True), time.monotonic())
-        assert reach.may_go_alone()
-        clocks.sleep(HOUR)
-        assert not reach.may_go_alone()
-    finally:
-        reach.close()
-
-
-def test_a_first_peer_asks_the_others_as_soon_as_it_sees_them(clocks, monkeypatch):
-    """Until one has answered it needs no right clock. A record that it dated an hour ahead hid it for an hour."""
-    for period in ("PERIOD", "PERIOD_SILENT"):
-        monkeypatch.setattr(f"volunteer_kit.swarm.reach.{period}", 1e6)
-    reach = Reach(NoDht([], Look(answered=True, offset=0.0)), clock=clocks.watch())
-    try:
-        clocks.wall += HOUR
-        assert not reach.waits_for_itself, "nobody is here who would refuse what it dates"
-        clocks.wall -= HOUR
-        reach.notice_others()
-        deadline = time.monotonic() + 60
-        while True:
-            clocks.wall += HOUR
-            if reach.waits_for_itself:
-                break
-            clocks.wall -= HOUR
-            assert time.monotonic() < deadline, "it waits for its next look"
-            time.sleep(0.01)
-        assert "jumped forward by 1 h" in reach.cut_off
-    finally:
-        reach.close()
-
-
-@pytest.mark.slow
-def test_a_peer_whose_clock_jumps_says_so_takes_no_step_and_goes_on(tmp_path):
-    """Three real peers; the clock of one jumps forward and comes right again, and then jumps back."""
-    with local_swarm(tmp_path) as swarm:
-        peers = [swarm.add(module="tests.clocked_peer") for _ in range(3)]
-        for peer in peers:
-            peer.wait_epoch(2, group_size=3)
-        lost, turns = peers[2], 0
-        for jump, words in ((HOUR, "jumped forward by 1 h"), (-HOUR, "jumped back by 1 h")):
-            lost.ask(ask="set_clock", seconds=jump)
-            turns += 1
-            cut = lost.wait_for(lambda e: e["event"] == "cut_off" and words in e["why"])  # noqa: B023
-            others = max(e["epoch"] for e in peers[0].said() if e["event"] == "epoch")
-            peers[0].wait_epoch(others + 3, group_size=2)
-            lost.ask(ask="set_clock", seconds=0.0)
-            lost.wait_for(lambda e: sum(each["event"] == "back" for each in lost.events) >= turns)  # noqa: B023
-            met = lost.wait_epoch(others + 3, group_size=3)
-            between = [e for e in lost.said() if e["event"] == "epoch" and cut["epoch"] + 1 < e["epoch"] < met["epoch"]]
-            assert all(e["group_size"] > 1 for e in between), lost.story()
 
 
 def test_the_doctor_says_whether_the_clock_goes_steadily(clocks):

@@ -1,10 +1,9 @@
-"""Codecs: what goes in comes out, within bounds; what strangers send is refused; hivemind really uses ours."""
+"""Codecs: what goes in comes out, within bounds; what strangers send is refused."""
 
 from __future__ import annotations
 
 import math
 
-import hivemind.compression.serialization as hivemind_serialization
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -12,31 +11,24 @@ from hivemind.compression import CompressionInfo, NoCompression
 from hivemind.proto import runtime_pb2
 from hypothesis import given, settings
 
-from volunteer_kit.swarm.codec import (
+from volunteer_kit.swarm.codecs.dense import BlockwiseCodec, Float16Codec, UniformCodec
+from volunteer_kit.swarm.codecs.registry import (
+    _READERS,
     CODECS,
     SizeAdaptiveCodec,
     check_codecs,
     decode,
-    install_codecs,
     make_codec,
 )
-from volunteer_kit.swarm.codec_wire import MAX_PART_ELEMENTS
-from volunteer_kit.swarm.dense_codecs import BlockwiseCodec, Float16Codec, UniformCodec
+from volunteer_kit.swarm.codecs.wire import MAX_PART_ELEMENTS
 from volunteer_kit.swarm.errors import SwarmError
 
 LOSSY = ["float16", "uniform8", "blockwise8", "uniform4", "blockwise4"]
 SHAPES = [(), (0,), (1,), (2,), (1023,), (1024,), (1025,), (3, 5, 7), (0, 4), (2, 1024)]
 
 
-@pytest.fixture(autouse=True)
-def our_codecs():
-    install_codecs()
-    yield
-    install_codecs()  # a test may have put another one there
-
-
 def send(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Through the codec, the wire's bytes and hivemind's own deserializer."""
+    """Through the codec and the wire's bytes."""
     message = CODECS[name].compress(tensor, CompressionInfo.from_tensor(tensor))
     return decode(runtime_pb2.Tensor.FromString(message.SerializeToString()))
 
@@ -231,17 +223,7 @@ def test_an_unknown_block_size_is_refused():
         decode(message)
 
 
-# --- in hivemind's registry ---
-
-
-def test_hivemind_decodes_with_ours():
-    registry = hivemind_serialization._BASE_COMPRESSION_TYPES
-    assert registry["UNIFORM_8BIT"] is CODECS["uniform8"] and registry["FLOAT16"] is CODECS["float16"]
-    assert registry["BLOCKWISE_8BIT"] is CODECS["blockwise8"]
-    tensor = torch.randn(5000)
-    for kind, name in [("UNIFORM_8BIT", "uniform8"), ("BLOCKWISE_8BIT", "blockwise8"), ("FLOAT16", "float16")]:
-        message = hivemind_serialization.serialize_torch_tensor(tensor, runtime_pb2.CompressionType.Value(kind))
-        assert torch.equal(decode(message), send(name, tensor))
+# --- the check at the start ---
 
 
 class Raises(UniformCodec):
@@ -263,7 +245,7 @@ class NotANumber(UniformCodec):
     "broken, words", [(Raises(), "0-dimensional"), (Wrong(), "wrong by"), (NotANumber(), "wrong by")]
 )
 def test_a_codec_that_fails_its_round_trip_stops_the_start(monkeypatch, broken, words):
-    monkeypatch.setitem(hivemind_serialization._BASE_COMPRESSION_TYPES, "UNIFORM_8BIT", broken)
+    monkeypatch.setitem(_READERS, broken.compression_type, broken)
     with pytest.raises(SwarmError, match=words) as told:
         check_codecs()
     assert "'uniform8'" in str(told.value) and "1." in str(told.value)

@@ -31,8 +31,7 @@ from volunteer_kit.model.vqgan import VqganConfig
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import RunConfig, build_optimizer, build_param_groups, load_run
-from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.node.training_state import TrainingState
 
 # as train_dalle.py of dalle-pytorch 1.6.6 writes its own; sharing and tied embeddings as users of the class give them
 HPARAMS = dict(
@@ -197,23 +196,16 @@ def test_a_host_trains_on_from_a_converted_checkpoint(tmp_path):
     assert found is not None and found.epoch == 1 and found.meta["run_id"] == "mine"
     model = Dalle(run.model)
     make_optimizer, make_schedule = build_optimizer(run)
-    peer = start_peer(PeerConfig(host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
-    try:
-        optimizer = SwarmOptimizer(
-            peer=peer, options=SwarmOptions(run_key="converted", target_batch_size=16, matchmaking_time=1.0),
-            params=build_param_groups(run, model), optimizer=make_optimizer, scheduler=make_schedule,
-        )  # fmt: skip
-        try:
-            optimizer.load_named_state(parameter_names(model), found.tensors, found.meta)
-            assert optimizer.local_epoch == 1
-            captions, codes = batch(run.model)
-            expected = theirs(captions.clone(), codes, return_loss=True)  # weighted 7 to 1, the run's 3 to 1
-            loss = model(captions, codes)
-            torch.testing.assert_close((loss.text_loss + 7 * loss.image_loss) / 8, expected, rtol=1e-5, atol=1e-6)
-        finally:
-            optimizer.shutdown()
-    finally:
-        peer.shutdown()
+    state = TrainingState(build_param_groups(run, model), make_optimizer, make_schedule, parameter_names(model))
+    state.take(parameter_names(model), found.tensors, found.meta)
+    assert state.epoch == 1
+    with torch.no_grad():
+        for name, taken in zip(parameter_names(model), state.parameters, strict=True):
+            model.get_parameter(name).copy_(taken)
+    captions, codes = batch(run.model)
+    expected = theirs(captions.clone(), codes, return_loss=True)  # weighted 7 to 1, the run's 3 to 1
+    loss = model(captions, codes)
+    torch.testing.assert_close((loss.text_loss + 7 * loss.image_loss) / 8, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_another_model_than_the_runs_is_told_with_the_section_that_fits(tmp_path):

@@ -13,10 +13,10 @@ from hivemind.p2p import PeerID
 from tests.convicting import strike_of
 from tests.trust import RunKeys
 from volunteer_kit.auth.access_token import BanList, account_digest
-from volunteer_kit.swarm import conviction_keeper as keeping
-from volunteer_kit.swarm.admission import Admission, NotAdmitted
-from volunteer_kit.swarm.condemned import CAPACITY, Condemned
-from volunteer_kit.swarm.conviction_keeper import ConvictionKeeper
+from volunteer_kit.swarm.net.access.ban_table import CAPACITY, Condemned
+from volunteer_kit.swarm.net.access.control import Admission, NotAdmitted
+from volunteer_kit.swarm.verification import enforcement as keeping
+from volunteer_kit.swarm.verification.enforcement import ConvictionKeeper
 
 A, B, C, D, E = PEERS = [PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 6)]
 
@@ -36,7 +36,7 @@ def test_the_condemned_are_refused_in_all_processes_of_a_run_with_an_authority(t
     assert admission.show(run.token(D, "bob"), D) == "convicted" and admission.is_admitted(C)
     assert not admission.believes(B) and admission.refused[("record", "convicted")] == 1
     with pytest.raises(NotAdmitted, match="was caught cheating by the others"):
-        admission.check(B, "join_group")
+        admission.check(B, "find")
     admission.ban(run.ban("bob")[0])
     assert admission.reason_to_refuse(B) == "banned", "the authority's word stands above"
     admission.condemn([])
@@ -56,7 +56,7 @@ def test_the_condemned_are_refused_in_open_runs():
     assert child.exitcode == 0 and admission.show(b"", B) == "convicted" and admission.show(b"", C) is None
     assert not admission.believes(B) and admission.believes(C) and admission.why_shut_out(C) is None
     with pytest.raises(NotAdmitted, match="caught cheating"):
-        admission.check(B, "aggregate_part")
+        admission.check(B, "find")
     admission.condemn([])
     assert admission.is_admitted(B)
 

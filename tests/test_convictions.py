@@ -15,7 +15,7 @@ from hivemind.utils import get_dht_time
 from tests.convicting import strike_of
 from volunteer_kit.auth.evidence import CAUSES, MAX_DETAILS, Cause
 from volunteer_kit.robust import standing
-from volunteer_kit.swarm.convictions import (
+from volunteer_kit.swarm.verification.convictions import (
     MAX_ACCUSED,
     MAX_STRIKES,
     Convicted,

@@ -14,7 +14,7 @@ from tests.local_swarm import LocalPeer
 from volunteer_kit.auth.moderation import Allowlist
 from volunteer_kit.dashboard.happenings import Names, sentence
 from volunteer_kit.journal import JournalReader
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.swarm.net.peer import free_port
 
 NAMES = ("ada", "bob", "cleo", "mallory")
 WITHIN = 180.0  # s; far less, but on a busy machine
@@ -119,7 +119,7 @@ def test_most_convict_one_the_authority_bans_it_and_a_moderator_lets_it_in_again
         run.wait_for_verdicts("mallory", lambda reason: reason == "banned")
         banned = time.monotonic() - began
         assert honoured < WITHIN and banned < 2 * WITHIN
-        called = run.peers["mallory"].ask(ask="call", averager="dht", kind="rpc_find", peer=run.id_of("ada"))
+        called = run.peers["mallory"].ask(ask="call", kind="rpc_find", peer=run.id_of("ada"))
         assert "is banned" in called["outcome"]
         moderators = authority.app.state.moderators
         (ban,) = moderators.bans()

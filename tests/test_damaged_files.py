@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.damage import BYTES, JSON, aside
 from tests.waiting import wait_until
@@ -27,11 +26,10 @@ from volunteer_kit.monitor.credits import Credits
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import Bans
 from volunteer_kit.monitor.recording import Recorder
-from volunteer_kit.swarm.credit_ledger import CreditLedger
+from volunteer_kit.swarm.credit.ledger import CreditLedger
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.identity import ensure_identity
-from volunteer_kit.swarm.left_over import LeftOver
-from volunteer_kit.swarm.manifest import Sequences
+from volunteer_kit.swarm.net.identity import ensure_identity
+from volunteer_kit.swarm.state.manifest import Sequences
 
 every_damage = pytest.mark.parametrize("damage", [pytest.param(damage, id=name) for name, damage in JSON.items()])
 damage_of_bytes = pytest.mark.parametrize("damage", [pytest.param(damage, id=name) for name, damage in BYTES.items()])
@@ -74,7 +72,7 @@ def test_what_is_not_missed_for_long_is_as_none(tmp_path, damage, name):
 
 @every_damage
 def test_what_the_monitor_said_is_told_to_be_forgotten(tmp_path, damage, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("volunteer_kit.swarm.manifest"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("volunteer_kit.swarm.state.manifest"), "propagate", True)
     path = tmp_path / "sequences.json"
     Sequences(path).raise_to("manifest", 7)
     damage(path)
@@ -85,19 +83,6 @@ def test_what_the_monitor_said_is_told_to_be_forgotten(tmp_path, damage, caplog,
         assert content(kept[0]) == damaged and str(kept[0]) in caplog.text
     Sequences(path).raise_to("rollback", 2)
     assert Sequences(path)["rollback"] == 2
-
-
-@every_damage
-def test_what_is_left_over_begins_anew(tmp_path, damage):
-    path = tmp_path / "left_over.bin"
-    before = LeftOver(100, path, "a model")
-    before.unsent.fill_(1.0)
-    before.total_weight = 3.0
-    before.note()
-    damage(tmp_path / "left_over.json")
-    after = LeftOver(100, path, "a model")
-    assert after.total_weight == 0.0 and torch.equal(after.unsent, torch.zeros(100)) and after.order == 0
-    after.note()
 
 
 @every_damage
@@ -169,7 +154,7 @@ def test_credit_is_never_begun_anew_by_itself(tmp_path, damage, capsys):
 
     said = []
     notes.warn = lambda text, **about: said.append(text)
-    credits = Credits(path, notes, collector, lambda: 1, lambda: 5.0)
+    credits = Credits(path, notes, collector, lambda: 1)
     try:
         wait_until(lambda: said)
     finally:
@@ -185,7 +170,7 @@ def test_credit_is_never_begun_anew_by_itself(tmp_path, damage, capsys):
 def test_a_ledger_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
-            "volunteer_kit.swarm.credit_ledger.write_once", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            "volunteer_kit.swarm.credit.ledger.write_once", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         CreditLedger(tmp_path / "credit.sqlite")
     assert list(tmp_path.iterdir()) == []

@@ -36,7 +36,7 @@ def state_of(folder, run, now=NOW):
 def test_the_dict_of_a_run_with_many(tmp_path, run):
     state = state_of(fill(tmp_path, "many", NOW), run)
     assert {"run", "now", "history", "leaderboard", "images", "events"} <= state.keys()
-    assert state["run"]["run_id"] == "demo" and state["run"]["status"] == "finished"  # the demo has 280 steps
+    assert state["run"]["run_id"] == "demo" and state["run"]["status"] == "finished"  # the demo has 560 steps
     assert {"time", "epoch", "loss", "samples_per_second", "volunteers", "progress"} <= state["now"].keys()
     assert 300 < len(state["history"]) <= 500
     assert state["history"][-1]["time"] == state["now"]["time"]
@@ -67,7 +67,7 @@ def test_no_peer_id_is_in_any_view(tmp_path, run):
         (5, 2, 1, "Training"),
         (5, 0, 1, "Nobody is training at the moment"),
         (5, 2, SILENT_AFTER + 1, "No news from the monitor"),
-        (280, 2, SILENT_AFTER + 1, "The run is finished"),
+        (560, 2, SILENT_AFTER + 1, "The run is finished"),
     ],
 )
 def test_the_headline_says_how_it_stands(tmp_path, run, epoch, volunteers, age, title):

@@ -9,7 +9,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import get_dht_time
 
-from volunteer_kit.swarm.dht_storage import OVERHEAD, OWN, SWEEP_EVERY, BoundedStorage, StorageBounds
+from volunteer_kit.swarm.net.dht_storage import OVERHEAD, OWN, SWEEP_EVERY, BoundedStorage, StorageBounds
 
 SMALL = StorageBounds(per_writer=10 * OVERHEAD + 1000, per_key=2000, total=50 * OVERHEAD + 5000)
 

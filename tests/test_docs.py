@@ -99,7 +99,7 @@ def test_the_comments_of_a_model_become_its_fields_text(generate):
 
     texts = generate.comments_of(SwarmConfig)
     assert texts["compress_above"] == "Elements above which a tensor is large; as in the original run"
-    assert "before a round" in texts["matchmaking_time"] and "loses time" in texts["matchmaking_time"]
+    assert "exchange of a round" in texts["allreduce_timeout"] and "slow uplinks" in texts["allreduce_timeout"]
 
 
 def test_the_page_of_commands_has_every_command(generate):

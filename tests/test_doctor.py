@@ -5,7 +5,6 @@ from __future__ import annotations
 import email.utils
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,12 +20,11 @@ from volunteer_kit.doctor.door import host_side
 from volunteer_kit.doctor.finding import Finding, report
 from volunteer_kit.doctor.looks import Look
 from volunteer_kit.doctor.memory_limit import limit_of_memory
-from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.home import Home
 from volunteer_kit.host.init import Answers, write
 from volunteer_kit.packages import Lack
 from volunteer_kit.run_reader import RUN_FILES
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.swarm.net.peer import free_port
 
 ROOT = Path(__file__).parents[1]
 GB = 10**9
@@ -51,9 +49,9 @@ TABLE = [
     (verdicts.memory(26 * GB, 20 * GB, 125_900_000), "ok", "needs about 8.4"),
     (verdicts.memory(13 * GB, 5 * GB, 125_900_000), "warning", "5.0 of 13.0 GB"),
     (verdicts.memory(4 * GB, 4 * GB, 125_900_000), "problem", "8.4"),
-    (verdicts.disk("/x", 50 * GB, None), "ok", "50.0 GB"),
-    (verdicts.disk("/x", 3 * GB, GB), "warning", "5.0 are needed"),
-    (verdicts.disk("/x", 0.2 * GB, None), "problem", "0.2 GB"),
+    (verdicts.disk("/x", 50 * GB, None, None), "ok", "50.0 GB"),
+    (verdicts.disk("/x", 3 * GB, None, 2 * GB // 3), "warning", "5.0 are needed"),
+    (verdicts.disk("/x", 0.2 * GB, None, None), "problem", "0.2 GB"),
     (verdicts.open_files(float("inf")), "ok", "no limit"),
     (verdicts.open_files(65_536), "ok", "65536"),
     (verdicts.open_files(20_000), "warning", "20000"),
@@ -174,7 +172,7 @@ def test_a_server_that_answers_with_an_error_is_told(server):
 def test_this_machine():
     assert looks.packages().level == "ok"
     assert looks.memory(None).level in ("ok", "warning")  # of what others on it leave free
-    assert looks.disk(Path("/nowhere/at/all"), None).level in ("ok", "warning")
+    assert looks.disk(Path("/nowhere/at/all"), None, None).level in ("ok", "warning")
 
 
 @pytest.mark.parametrize(
@@ -309,15 +307,6 @@ def test_a_hosts_own_file_leads_to_the_one_that_volunteers_have(server, tmp_path
     _, found = looked_at(Path("my-run.yaml"))
     home.unlock()
     assert found["authority"].level == "problem" and "authority.log" in found["authority"].way_out
-
-
-def test_shared_memory_is_compared_with_what_the_run_needs(tmp_path):
-    """The folder's file system stands for /dev/shm."""
-    free = shutil.disk_usage(tmp_path).free
-    fits, fails = shared_memory(1000, 12_000, tmp_path), shared_memory(free, 12 * free, tmp_path)
-    assert (fits.level, fails.level) == ("ok", "problem")
-    assert "needs about" in fails.text and "--shm-size=" in fails.way_out
-    assert shared_memory(None, None, tmp_path / "nowhere").level == "ok"
 
 
 def test_a_containers_limit_is_compared_with_what_training_needs(tmp_path):

@@ -82,7 +82,7 @@ def test_the_model_of_a_running_swarm(volunteer, tmp_path):
     after = volunteer.wait_epoch(volunteer.epoch + 3)
     found = load_checkpoint(path, fingerprint=load_run("demo").fingerprint)
     assert 3 <= found.epoch and any(f"epoch {found.epoch}" in line for line in lines)
-    assert after["group_size"] == 1 and after["failure"] is None  # whoever only asks is not waited for
+    assert after["group_size"] == 1 and after["cause"] is None  # whoever only asks is not waited for
     drawn = generate_images(["a large red circle"], checkpoint=path, run="demo", out=tmp_path / "drawn")
     assert drawn.epoch == found.epoch and drawn.grid.exists()
 

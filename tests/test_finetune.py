@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from benchmarks.trainer_parts.material import SHORTEST
 from tests.local_authority import add_person
 from tests.local_swarm import LocalPeer
 from tests.monitored import SMALLER, monitored
@@ -31,7 +31,6 @@ from volunteer_kit.model.transformers_model import (
     shapes_of,
 )
 from volunteer_kit.monitor.card import model_card
-from volunteer_kit.robust.rules import rule
 from volunteer_kit.run_sections import AuthorityConfig
 from volunteer_kit.run_sizes import parameters_of
 from volunteer_kit.runs import (
@@ -39,12 +38,14 @@ from volunteer_kit.runs import (
     RunConfig,
     RunError,
     build_model,
+    build_param_groups,
     load_run,
     require_ready,
     with_data,
 )
-from volunteer_kit.session.options import swarm_options
-from volunteer_kit.swarm.beside import BUFFERS, buffer_shapes, put_buffers
+from volunteer_kit.swarm.node.beside import judge_trained
+from volunteer_kit.swarm.records.device_speeds import Limits
+from volunteer_kit.swarm.rounds.beside import BUFFERS, buffer_shapes, put_buffers
 from volunteer_kit.ways_in import Offer
 
 TINY = {
@@ -139,11 +140,24 @@ def test_a_run_file_of_a_fine_tune(tmp_path):
     assert parameters_of(run) == adapters < sum(p.numel() for p in shapes_of(run.model).parameters())
 
 
-def test_a_fine_tunes_members_reduce_by_the_runs_rule():
-    """Theirs was the plain mean, whatever the run file said; the monitor's alone was the run's."""
-    for name in ("mean", "centered_clip", "median"):
-        run = load_run({**RUN, "swarm": {"aggregation": name}})
-        assert _of_run(run, {}, "identity.key", None, None).reduce is rule(name)
+def test_a_newcomer_believes_what_steps_can_have_moved():
+    """Among strangers; and what goes round beside the gradients is no matter of steps."""
+    run = load_run({**RUN, "swarm": {"aggregation": "median", "max_staleness": 7}})
+    config = _of_run(run, {}, "identity.key", None, None)
+    assert config.max_staleness == 7 and config.codec == ("float16", "blockwise8", 2**16, 1 / 80)
+    admission = SimpleNamespace(is_open=False, trust=None, username_of=lambda peer: "Ada", account_of=lambda peer: None)
+    config.door.peer = SimpleNamespace(admission=admission, peer_id=None)
+    terms = config.door.node_terms(SimpleNamespace(fetch=dict))
+    assert terms.account == "ada" and terms.rule == "median" and terms.believe() == Limits()
+    parameters = [p.detach() for group in build_param_groups(run, build_model(run)) for p in group["params"]]
+    beside = torch.zeros(len(parameters), 3)
+    judge = judge_trained(terms.judge, len(parameters))
+    moved = [p + 1e-3 for p in parameters]
+    assert judge([*parameters, beside], 0, [*moved, beside + 1e9], 3) is None
+    assert judge([*parameters, beside], 0, [*(p + 10.0 for p in parameters), beside], 3)
+    config.door.peer.admission = SimpleNamespace(**{**vars(admission), "is_open": True})
+    open_terms = config.door.node_terms(SimpleNamespace(fetch=dict))
+    assert open_terms.judge is None and open_terms.believe is None
 
 
 def test_local_steps_are_not_for_trainers():
@@ -171,7 +185,7 @@ def test_what_must_be_equal_is_in_the_fingerprint(change, is_another):
 def test_kits_whose_rounds_have_other_shapes_do_not_meet(monkeypatch):
     """Older ones tell nobody which parameters they used."""
     now, pictures = load_run(RUN).fingerprint, load_run("demo").fingerprint
-    assert swarm_options(load_run(RUN)).marks_unused and not swarm_options(load_run("demo")).marks_unused
+    assert load_run(RUN).marks_unused and not load_run("demo").marks_unused
     monkeypatch.setattr(RunConfig, "marks_unused", False)
     assert load_run(RUN).fingerprint != now and load_run("demo").fingerprint == pictures
 
@@ -232,13 +246,12 @@ def test_the_card_says_how_to_use_it(lora, base, monkeypatch):
 
 # --- the run ---
 
-
 @pytest.mark.slow
 def test_two_members_an_authority_and_a_monitor(tmp_path):
-    """Let in by their login, averaged together, credited by receipts, kept and signed by the monitor; who may not come
+    """Let in by their login, averaged together, credited, kept and signed by the monitor; who may not come
     in is told."""
     no_pictures = dict.fromkeys(("image_tokenizer", "text_tokenizer", "data", "captions"))
-    about = {**RUN, **no_pictures, "run_id": "demo", "target_batch_size": 1024}
+    about = {**RUN, **no_pictures, "run_id": "demo", "target_batch_size": 256, "swarm": SMALLER["swarm"]}
     about["optimizer"] = {"lr": 0.05, "warmup_epochs": 2, "total_epochs": 400}
     with monitored(tmp_path, **about) as run:
         monitor = run.monitor("--checkpoint-every", "4")
@@ -246,7 +259,7 @@ def test_two_members_an_authority_and_a_monitor(tmp_path):
         def member(name: str, token: str | None = None) -> LocalPeer:
             peer = LocalPeer(
                 tmp_path / f"{name}.log", module="tests.finetune_peer", name=name, run=str(run.file),
-                first=1000 * len(run.peers), out=str(tmp_path / name), max_steps=40, initial_peers=run.maddrs,
+                first=1000 * len(run.peers), out=str(tmp_path / name), max_steps=25, initial_peers=run.maddrs,
                 hf_token=token or add_person(run.hub, name),
             )  # fmt: skip
             run.peers.append(peer)
@@ -257,13 +270,12 @@ def test_two_members_an_authority_and_a_monitor(tmp_path):
         assert "mallory" in mallory.wait_event("refused")["why"] or "token" in mallory.wait_event("refused")["why"]
         for peer in (ada, bob):
             peer.wait_for(lambda e: e["event"] == "step" and e["group_size"] >= 2 and e["samples"] > 0)
-        least = 3 * 1024 * SHORTEST / 48  # of three epochs; in full samples, which these are not
+        least = 3 * 256  # of three epochs
 
         def both_are_credited(journal) -> bool:
             samples = {row["username"]: row["samples"] for row in journal.leaderboard()}
             return samples.keys() == {"ada", "bob"} and sum(samples.values()) > least
 
-        # rounds are entered 45 s after they were, and three of them have to be; the first may be of one member alone
         monitor.wait(both_are_credited)
         logs = [peer.wait_event("done")["log"] for peer in (ada, bob)]
         for log in logs:
@@ -295,6 +307,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("config", "swarm"),
     [(UNUSED, {"grad_compression": "powersgd", "grad_rank": 2}), (BIASED, {"aggregation": "centered_clip"})],
@@ -312,14 +325,14 @@ def test_members_of_a_run_leave_alone_what_none_used_and_average_buffers(tmp_pat
             LocalPeer(
                 tmp_path / f"{name}.log", module="tests.finetune_peer", name=name, run=str(run.file),
                 first=1000 * number, out=str(tmp_path / name), max_steps=12, initial_peers=run.maddrs,
-                wait_for=3, moves={BIAS: 1.0 + number} if config is BIASED else {},
+                wait_for=2, moves={BIAS: 1.0 + number} if config is BIASED else {},
                 hf_token=None if is_open else add_person(run.hub, name),
             )
             for number, name in enumerate(("ada", "bob"))
         ]  # fmt: skip
         run.peers.extend(peers)
         for peer in peers:
-            peer.wait_for(lambda e: e["event"] == "step" and e["group_size"] == 3 and e["failure"] is None)
+            peer.wait_for(lambda e: e["event"] == "step" and e["group_size"] == 3 and e["cause"] is None)
         for peer in peers:
             peer.wait_event("done")
         monitor.wait(lambda journal: journal.latest()["epoch"] >= 11)

@@ -15,8 +15,7 @@ from volunteer_kit.run_optimizers import build_local_steps, build_step_bound
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.run_sizes import step_bytes
 from volunteer_kit.runs import build_optimizer, load_run
-from volunteer_kit.session.options import swarm_options
-from volunteer_kit.swarm.codec import CODECS
+from volunteer_kit.session.node_parts import codec_of
 
 
 def run_with(**changes):
@@ -25,18 +24,15 @@ def run_with(**changes):
     return load_run({**values, "swarm": swarm, **changes})
 
 
-def test_the_settings_reach_the_swarm():
+def test_the_settings_are_the_runs():
     run = run_with(verification={"share": 0.5, "strikes": 2}, swarm={"aggregation": "centered_clip"})
-    options = swarm_options(run)
-    assert options.verification.share == 0.5 and options.verification.strikes == 2 and options.clips
-    assert not swarm_options(run_with()).clips
+    assert run.verification.share == 0.5 and run.verification.strikes == 2
     assert run.fingerprint != run_with().fingerprint
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"swarm": {"average_state_every": 2}}, "members hold different models"),
         ({"swarm": {"aggregation": "krum"}}, "cannot be told from a wrong one"),
         ({"swarm": {"grad_compression": "uniform8"}}, "grad_compression: blockwise8"),
         ({"swarm": {"grad_compression": "blockwise4"}}, "more than the tolerance"),
@@ -85,9 +81,7 @@ def test_lossy_codecs_and_local_steps_reach_the_swarm():
             "local_steps": {"batch_size": 8, "outer_lr": 0.5},
         }
     )  # fmt: skip
-    options = swarm_options(run, left_over=Path("left_over.bin"))
-    assert options.grad_codec.density == 0.01 and options.left_over == Path("left_over.bin")
-    assert options.state_codec.small is CODECS["float16"]  # what a state lacks would come with no later round
+    assert codec_of(run) == ("sparse", "sparse", run.swarm.compress_above, 0.01)
     assert step_bytes(run) < 0.03 * step_bytes(run_with(swarm={"grad_compression": "none"}))
     parameters = [torch.nn.Parameter(torch.ones(4))]
     outer = build_optimizer(run)[0](parameters)

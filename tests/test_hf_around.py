@@ -15,7 +15,7 @@ from tests.hub import Hub
 from tests.local_swarm import ROOT
 from tests.trainers import make
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.records import PeerBoard, PeerRecord
+from volunteer_kit.swarm.records.peer_record import PeerBoard, PeerRecord
 from volunteer_kit.training.hf_member import ALL_TRAINERS
 from volunteer_kit.training.hf_trainer import refuse_other_ways
 

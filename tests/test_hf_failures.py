@@ -13,22 +13,29 @@ import torch
 from safetensors.torch import load_file
 
 from tests.fine_tunes import TalkingPeer, on_loopback
-from volunteer_kit.swarm.reach import NOBODY
+from volunteer_kit.swarm.net.connectivity import NOBODY
 
 PEER = "benchmarks.trainer_parts.peer"
 LEARNING = {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 5}
-ANEW = "This machine's clock was wrong and is right again."
-MEETING = {"run_id": "three", "matchmaking_time": 2.0, "averaging_timeout": 20.0}
+MEETING = {"run_id": "three"}
 
 
 class Trainers:
     """Processes of benchmarks/trainer_parts/peer.py, or of another such module, the others invited by the first."""
 
-    def __init__(self, folder: Path, target: int, options: dict | None = None, module: str = PEER, **arguments):
+    def __init__(
+        self,
+        folder: Path,
+        target: int,
+        options: dict | None = None,
+        module: str = PEER,
+        opt: dict | None = None,
+        **arguments,
+    ):
         self._folder, self.peers, self._module = folder, [], module
         self._settings = {
             "arguments": {**LEARNING, **arguments},
-            "opt": {**MEETING, "target_batch_size": target},
+            "opt": {**MEETING, "target_batch_size": target, **(opt or {})},
             "options": options or {},
         }
 
@@ -69,7 +76,7 @@ def trainers(folder: Path, target: int, **settings) -> Iterator[Trainers]:
 def step_of(peer: TalkingPeer, after: int, group_size: int) -> dict:
     """The next one after this epoch that it took in a group of so many."""
     return peer.wait_for(
-        lambda e: e["event"] == "step" and e["epoch"] > after and e["group_size"] == group_size and not e["failure"]
+        lambda e: e["event"] == "step" and e["epoch"] > after and e["group_size"] == group_size and not e["cause"]
     )
 
 
@@ -88,7 +95,7 @@ def end_equal(*peers: TalkingPeer) -> list[list[float]]:
 @pytest.mark.slow
 def test_of_three_one_is_killed_and_another_killed_and_resumed(tmp_path):
     """The two that are left end with one model, and wait for nobody, though the records of the dead stay a minute."""
-    with trainers(tmp_path, 48, max_steps=80, save_strategy="steps", save_steps=5) as swarm:
+    with trainers(tmp_path, 48, max_steps=60, save_strategy="steps", save_steps=5) as swarm:
         first, lost, resumed = swarm.all_begin(3)
         again = swarm.load()
         met = step_of(resumed, after=8, group_size=3)["epoch"]
@@ -98,18 +105,17 @@ def test_of_three_one_is_killed_and_another_killed_and_resumed(tmp_path):
         checkpoint = resumed.out.with_suffix(".safetensors.d") / "checkpoint-5"  # a later one may be half written
         swarm.begin(again, 2, resume=str(checkpoint))
         back = step_of(again, after=met, group_size=2)["epoch"]
-        first.wait_for(lambda e: e["event"] == "step" and e["epoch"] == 80)
-        later = [e["seconds"] for e in first.events if e["event"] == "step" and back + 8 < e["epoch"] <= back + 18]
-        assert min(later) < MEETING["matchmaking_time"]
-        first.wait_event("done", timeout=50.0)  # the records of the dead stay for longer
+        first.wait_for(lambda e: e["event"] == "step" and e["epoch"] == 60)
+        assert back > met
+        first.wait_event("done", timeout=80.0)  # the records of the dead stay for longer
         losses = end_equal(first, again)
-        assert last_step(first) == last_step(again) == 80
+        assert last_step(first) == last_step(again) == 60
         assert all(loss[-1] < loss[0] for loss in losses)
 
 
 @pytest.mark.slow
 def test_a_slow_one_is_left_out_and_comes_back(tmp_path):
-    with trainers(tmp_path, 48, max_steps=60) as swarm:
+    with trainers(tmp_path, 48, max_steps=40) as swarm:
         first, second, slow = swarm.all_begin(3)
         met = step_of(slow, after=5, group_size=3)["epoch"]
         slow.process.send_signal(signal.SIGSTOP)  # its p2pd goes on, as that of a machine with much to compute
@@ -117,19 +123,19 @@ def test_a_slow_one_is_left_out_and_comes_back(tmp_path):
         slow.process.send_signal(signal.SIGCONT)
         assert step_of(slow, after=without, group_size=3)["rows"]
         losses = end_equal(first, second, slow)
-        assert last_step(first) == last_step(second) == last_step(slow) == 60
+        assert last_step(first) == last_step(second) == last_step(slow) == 40
         assert all(loss[-1] < loss[0] for loss in losses)
 
 
 @pytest.mark.slow
 def test_who_joined_somebody_that_is_gone_goes_on_alone(tmp_path):
-    with trainers(tmp_path, 48, options={"alone_after": 12.0, "metadata_expiration": 10.0}, max_steps=30) as swarm:
+    with trainers(tmp_path, 48, options={"alone_after": 40.0}, max_steps=30) as swarm:
         first, joined = swarm.all_begin(2)
         step_of(joined, after=5, group_size=2)
         first.kill()
         assert joined.wait_event("done")["steps"] == 30 == last_step(joined)
         assert "Nobody in the swarm answers" in joined.said
-        assert "After 12 s of silence this one goes on alone." in joined.said
+        assert "After 40 s of silence this one goes on alone." in joined.said
         assert "known to be gone" in joined.said
 
 
@@ -141,21 +147,17 @@ def test_who_joined_somebody_that_is_gone_goes_on_alone(tmp_path):
     ids=["who began", "who joined"],
 )
 def test_whose_clock_jumps_or_machine_sleeps_says_so_and_comes_back_by_itself(tmp_path, number, jump, words):
-    """It steps nothing meanwhile. The others find it where it was, and nobody starts anything by hand."""
-    how = {"options": {"metadata_expiration": 10.0}, "module": "tests.clocked_trainer", "max_steps": 10**6}
+    """Steps have no dates: it takes part in them meanwhile, and nobody starts anything by hand."""
+    how = {"module": "tests.clocked_trainer", "max_steps": 10**6}
     with trainers(tmp_path, 32, **how) as swarm:
         peers = swarm.all_begin(2)
-        lost, other = peers[number], peers[1 - number]
+        lost = peers[number]
         step_of(lost, after=3, group_size=2)
         lost.order(json.dumps({"clock": jump}))
         lost.wait_for(lambda e: words in e.get("text", ""))
-        before = last_step(lost)
-        alone = step_of(other, after=before + 3, group_size=1)["epoch"]
-        assert last_step(lost) <= before + 1, "it stepped apart"
+        step_of(lost, after=last_step(lost) + 1, group_size=2)
         lost.order(json.dumps({"clock": 0.0}))
-        lost.wait_for(lambda e: e.get("text", "").startswith(ANEW))
-        met = step_of(lost, after=alone, group_size=2)["epoch"]
-        step_of(other, after=met, group_size=2)
+        step_of(lost, after=last_step(lost) + 1, group_size=2)
         for peer in peers:  # both do, or the true time would be an hour later for one of them
             peer.order(json.dumps({"sleep": 3600.0}))
         for peer in peers:

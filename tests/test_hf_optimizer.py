@@ -247,8 +247,8 @@ def test_a_schedule_made_for_the_one_serves_the_other(recwarn):
 
 
 def go(schedule: Schedule, epoch: int) -> None:
-    """As hivemind lets it."""
-    while schedule._step_count <= epoch:
+    """Move a schedule to an epoch, as a node does."""
+    while schedule.last_epoch < epoch:
         schedule.step()
 
 

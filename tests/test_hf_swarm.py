@@ -11,8 +11,8 @@ from hivemind.p2p import PeerID
 
 from tests.fine_tunes import Pair, edited, on_loopback
 from tests.local_swarm import ROOT
-from volunteer_kit.swarm.identity import ensure_identity
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.swarm.net.identity import ensure_identity
+from volunteer_kit.swarm.net.peer import free_port
 from volunteer_kit.training.hf_member import Member
 
 PARTS = ROOT / "benchmarks/trainer_parts"
@@ -65,7 +65,7 @@ def test_the_second_joins_over_udp_alone(pair, tmp_path):
 @pytest.mark.slow
 def test_a_fixed_port_stands_in_the_printed_line(pair):
     port = free_port()
-    verbose = EXAMPLE.replace('"target_batch_size": 16', '"target_batch_size": 16, "verbose": True')
+    verbose = EXAMPLE.replace('"target_batch_size": 32', '"target_batch_size": 32, "verbose": True')
     one, _ = pair.train(verbose, {"host_maddrs": [f"/ip4/0.0.0.0/tcp/{port}"]})
     assert all(f"/tcp/{port}/p2p/" in maddr for maddr in one.invitation())
 
@@ -105,7 +105,7 @@ def test_buffers_are_averaged_and_a_parameter_that_no_member_used_is_left_alone(
     script = before + MODEL + after[after.index("\n") :]
     for old, new in (
         ("max_steps=20", "max_steps=6, weight_decay=0.1"),
-        ('"target_batch_size": 16', '"target_batch_size": 16, "grad_compression": "uniform8"'),
+        ('"target_batch_size": 32', '"target_batch_size": 32, "grad_compression": "uniform8"'),
         (LAST, f'model.lm_head.uses_rare = bool(trainer.args.hivemind_config["dht"])\n{LAST}'),
     ):
         assert old in script

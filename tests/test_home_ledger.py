@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.home_parts.ledger import Account, account, fates, time_to_loss
+from benchmarks.home_parts.ledger import Account, account, time_to_loss
 from benchmarks.home_parts.material import speeds_apart
 
 
-def step(epoch: int, samples: int = 10, uncertain: bool = False, kept_until: int | None = None, **more) -> dict:
+def step(epoch: int, samples: int = 10, **more) -> dict:
     clock = {"computed": 9.0 * epoch, "contention": 0.5 * epoch, "between": 0.5 * epoch, "own_work": 0.0}
     wire = {"wire_sent": 1000 * epoch, "wire_received": 2000 * epoch}
-    said = {
-        "event": "step",
-        "at": 10.0 * epoch,
-        "epoch": epoch,
-        "samples": samples,
-        "of": 10,
-        "failure": None,
-        "pending": 0,
-    }
-    return {**said, "uncertain": uncertain, "kept_until": kept_until, "group_size": 2, **clock, **wire, **more}
-
-
-@pytest.mark.parametrize(
-    "events, applied",
-    [
-        ([step(1), step(2)], [10, 10]),
-        ([step(1, uncertain=True), step(2, uncertain=True, kept_until=1), step(3, kept_until=2)], [10, 10, 10]),
-        ([step(1, uncertain=True), step(2, uncertain=True), step(3, kept_until=1)], [10, 0, 10]),
-        ([step(1), step(2, uncertain=True)], [10]),  # nobody has told yet
-        ([step(1, samples=0), step(2)], [0, 10]),
-    ],
-)
-def test_a_step_counts_once_the_swarm_is_known_to_go_on_from_it(events, applied):
-    assert [samples for _, samples in fates(events)] == applied
+    said = {"event": "step", "at": 10.0 * epoch, "epoch": epoch, "samples": samples, "of": 10, "pending": 0}
+    return {**said, "failure": None, "group_size": 2, **clock, **wire, **more}
 
 
 def test_an_account_is_of_the_time_between_two_steps():
@@ -53,8 +31,6 @@ def test_what_was_under_way_counts_for_the_window_in_which_it_was_computed(befor
     """At the end as far as the next step took it; and of the first step after the beginning no more than it took."""
     steps = [step(1, pending=before), step(2), step(3, pending=after), step(4, samples=taken)]
     assert account(steps, speed=10 / 9, workers=2, begin=5.0, end=45.0).samples == counted
-    later = [*steps[:3], step(4, samples=taken, uncertain=True)]  # of what came after the end no fate needs be known
-    assert account(later, speed=10 / 9, workers=2, begin=5.0, end=35.0).samples == counted
     assert account(steps[:2], speed=10 / 9, workers=2, begin=5.0, end=25.0).samples == 10
 
 

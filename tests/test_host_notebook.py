@@ -18,7 +18,7 @@ from volunteer_kit.host.settings import HostSettings
 from volunteer_kit.host.words import welcome
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.run_sections import AuthorityConfig
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.swarm.net.peer import free_port
 from volunteer_kit.ways_in import Offer
 
 NAME = "host_a_run.ipynb"

@@ -24,7 +24,7 @@ from tests.hub import Hub
 from tests.test_browser import joins, of_hub, see_samples, start
 from volunteer_kit.process_group import find, kill_all
 from volunteer_kit.run_reader import find_run_file
-from volunteer_kit.swarm.peer import free_port
+from volunteer_kit.swarm.net.peer import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

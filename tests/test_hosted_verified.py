@@ -25,7 +25,8 @@ def hub() -> Iterator[Hub]:
 
 
 def verified(text: str) -> str:
-    return text.replace("\nswarm:", "\nverification: {share: 0.3}\n\nswarm:\n  aggregation: centered_clip\n  # ", 1)
+    section = "\nverification: {share: 0.3}\n\nswarm:\n  commits: true\n  aggregation: centered_clip\n  # "
+    return text.replace("\nswarm:", section, 1)
 
 
 def join(name: str, folder: Path, host: HostOfTwo, again: int = 0) -> Volunteer:

@@ -8,15 +8,11 @@ import sys
 import threading
 
 import pytest
-from hivemind.averaging.group_info import GroupInfo
-from hivemind.p2p import PeerID
 
 from benchmarks.hostile_parts.attack import LINK, MACHINE, MEMBER, OPEN, STRANGER, Outcome
-from benchmarks.hostile_parts.hostile_peer import exchange_id
 from benchmarks.hostile_parts.links import Watched
 from benchmarks.hostile_parts.report import BOUNDS, figures, harm
 from benchmarks.hostile_parts.table import ATTACKS, by_name, rows
-from volunteer_kit.swarm import told_group
 
 CASES = {STRANGER, MEMBER, OPEN, LINK, MACHINE}
 
@@ -55,12 +51,6 @@ def test_nested_words_are_what_they_say():
         "assert isinstance(found, DictionaryDHTValue) and [subkey for subkey, _ in found.items()] == [((),)]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_a_hostile_leader_knows_the_name_of_the_exchange():
-    peers = [PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2)]
-    group = GroupInfo(b"group", tuple(peers), (b"one", b"two"))
-    assert exchange_id(b"group", [peer.to_bytes() for peer in peers], [b"one", b"two"]) == told_group.exchange_id(group)
 
 
 def test_opened_files_are_seen(tmp_path):

@@ -17,7 +17,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
-from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
+from volunteer_kit.swarm.net.peer import Peer, PeerConfig, start_peer
 
 PATIENCE = 60.0  # s for one call on a busy machine
 BOARD = "board"

@@ -16,9 +16,9 @@ from hivemind.utils.crypto import RSAPrivateKey
 from tests.test_admission import A, wait_until
 from tests.trust import RunKeys
 from volunteer_kit.auth.access_token import peer_id_of_key, sign_bans
-from volunteer_kit.swarm import keeper as keeping
-from volunteer_kit.swarm.admission import RENEW_BEFORE, Admission
-from volunteer_kit.swarm.keeper import AdmissionKeeper, token_key
+from volunteer_kit.swarm.net.access.control import RENEW_BEFORE, Admission
+from volunteer_kit.swarm.records import credentials as keeping
+from volunteer_kit.swarm.records.credentials import AdmissionKeeper, token_key
 
 
 class Shelf:

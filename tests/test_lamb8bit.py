@@ -256,7 +256,7 @@ def test_a_step_takes_a_few_megabytes(optimizer):
 def test_a_large_tensor_elsewhere_is_refused_with_a_way_out():
     Lamb8bit([nn.Parameter(torch.zeros(10, device="meta"))])
     for tensor in (torch.zeros(256, 256, device="meta"), torch.zeros(256, 257).t()):
-        with pytest.raises(ValueError, match="offload_optimizer=True"):
+        with pytest.raises(ValueError, match="statistics_bits: 32"):
             Lamb8bit([nn.Parameter(tensor)])
 
 
@@ -320,3 +320,37 @@ def test_negative_squares_are_refused_in_fp32_too():
     state["state"][0]["exp_avg_sq"][0] = 1.0
     state["state"][0]["exp_avg"][0] = -1.0
     own.load_state_dict(state)
+
+
+def training_state(seed: int):
+    from volunteer_kit.swarm.node.training_state import TrainingState
+
+    names = [name for name, _ in make_model(seed).named_parameters()]
+    return TrainingState(make_model(seed).parameters(), Lamb8bit, None, names)
+
+
+def test_a_newcomer_takes_codes_and_scales_to_the_last_bit(tmp_path):
+    donor, own = training_state(0), training_state(1)
+    random_steps(donor._optimizer, 3)
+    donor.move_to(b"here", 3)
+    donor.save(tmp_path / "state")
+    own.load(tmp_path / "state", b"here", 3)
+    assert own.digest() == donor.digest()
+    for state in (donor, own):
+        random_steps(state._optimizer, 2, seed=50)
+    assert own.digest() == donor.digest(), "and stays equal"
+
+
+@pytest.mark.parametrize("name", ["exp_avg_absmax", "exp_avg_sq_absmax"])
+@pytest.mark.parametrize("value", [math.nan, -1e-9])
+def test_a_strangers_impossible_scales_are_refused(tmp_path, name, value):
+    from volunteer_kit.swarm.node.training_state import UnusableState
+
+    donor, own = training_state(0), training_state(1)
+    random_steps(donor._optimizer, 1)
+    scale = next(tensor for key, tensor in donor.named().items() if key.endswith(name))
+    with torch.no_grad():
+        scale.view(-1)[-1] = value
+    donor.save(tmp_path / "state")
+    with pytest.raises(UnusableState):
+        own.check(tmp_path / "state")

@@ -252,10 +252,10 @@ def test_nothing_inline_may_run_and_nothing_comes_from_elsewhere(site):
     ("now", "status", "words"),
     [
         ({}, "waiting", "waiting for the first volunteer"),
-        ({"epoch": 5, "volunteers": 1}, "running", "1 volunteer training now, step 5 of 280"),
+        ({"epoch": 5, "volunteers": 1}, "running", "1 volunteer training now, step 5 of 560"),
         ({"epoch": 5, "volunteers": 0}, "running", "No volunteer is training"),
         ({"epoch": 5, "volunteers": 3}, "silent", "No news"),
-        ({"epoch": 280, "volunteers": 0}, "finished", "Finished after 280 steps"),
+        ({"epoch": 560, "volunteers": 0}, "finished", "Finished after 560 steps"),
     ],
 )
 def test_how_it_stands_is_said_in_a_sentence(run, now, status, words):
@@ -267,7 +267,7 @@ def test_how_it_stands_is_said_in_a_sentence(run, now, status, words):
 
 def test_a_finished_run_invites_nobody(tmp_path, run):
     with Journal(tmp_path / "journal.sqlite") as journal:
-        journal.add_metrics(NOW, 280, 1.0, 1.0, 0, 0.0, 1)
+        journal.add_metrics(NOW, 560, 1.0, 1.0, 0, 0.0, 1)
     with JournalReader(tmp_path / "journal.sqlite") as reader:
         state = build_state(reader, {**run_info(run), **way_in(replace(OFFER, repo="cats/run"))}, NOW)
     text = render(state, about(run))

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.local_swarm import LocalPeer
-from volunteer_kit.swarm.lease_records import END, Free, LeaseRecord, free_ranges, merged, overlap
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.leases.records import END, Free, LeaseRecord, free_ranges, merged, overlap
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
 
 NOW = 1000.0
 

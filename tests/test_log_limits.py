@@ -16,7 +16,7 @@ from volunteer_kit.home import LOG_KEPT, MAX_LOG, cut_log, open_log
 from volunteer_kit.host.log import BoundedLog
 from volunteer_kit.runs import load_run
 from volunteer_kit.supervisor import Supervisor
-from volunteer_kit.swarm.log_limits import PER_PLACE, WITHIN, RepeatFilter, bound_logs
+from volunteer_kit.swarm.net.log_limits import PER_PLACE, WITHIN, RepeatFilter, bound_logs
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.utils import get_dht_time
 
 from volunteer_kit.auth.keys import KeyFolder, TokenError, Trust
-from volunteer_kit.swarm.manifest import (
+from volunteer_kit.swarm.records.signed import MAX_STATEMENT
+from volunteer_kit.swarm.state.manifest import (
     LIFETIME,
     Manifest,
-    Order,
     Sequences,
     Statements,
     key_of,
@@ -25,7 +25,6 @@ from volunteer_kit.swarm.manifest import (
     unseal,
     validators,
 )
-from volunteer_kit.swarm.statements import MAX_STATEMENT
 
 KEY = "run-0123"
 NOW, DAY = time.time(), 86_400.0  # these tests may run long after they were collected
@@ -49,16 +48,11 @@ def manifest(**words) -> Manifest:
     return Manifest(**{**usual, **words})
 
 
-def order(**words) -> Order:
-    usual = {"run_key": KEY, "sequence": 2, "resume_epoch": 31, "issued_at": NOW, "expires_at": NOW + DAY / 2}
-    return Order(**{**usual, "manifest": manifest(), **words})
-
-
 def test_what_is_signed_is_read(trust, sign):
-    for kind, said in (("manifest", manifest()), ("rollback", order())):
-        envelope = seal(sign, said)
-        assert unseal(trust, kind, KEY, envelope, NOW) == said and len(envelope) < MAX_STATEMENT / 4
-    assert manifest().num_chunks == 6 and order().to_epoch == 20 and order().root == b"r" * 32
+    said = manifest()
+    envelope = seal(sign, said)
+    assert unseal(trust, "manifest", KEY, envelope, NOW) == said and len(envelope) < MAX_STATEMENT / 4
+    assert said.num_chunks == 6
 
 
 def test_what_is_not_the_monitors_is_refused(trust, sign, keys, tmp_path):
@@ -69,7 +63,6 @@ def test_what_is_not_the_monitors_is_refused(trust, sign, keys, tmp_path):
         "forged": [
             seal(stranger.signer("monitor").sign, manifest()),
             seal(keys.signer("authority").sign, manifest()),  # another of the run's keys
-            seal(sign, order()),
             good[:-1] + bytes([good[-1] ^ 1]),
         ],
         "other_run": [seal(sign, manifest(run_key="run-9999"))],
@@ -100,19 +93,6 @@ def test_a_statement_is_bounded_even_if_it_is_signed(words, trust, sign):
         unseal(trust, "manifest", KEY, envelope, NOW)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [{"resume_epoch": 20}, {"resume_epoch": 2**31}, {"manifest": manifest(run_key="run-9999")}, {"sequence": 0}],
-    ids=lambda words: next(iter(words)),
-)
-def test_an_order_is_bounded_too(words, trust, sign):
-    envelope = sign("rollback", msgpack.packb(order(**words).to_list()))
-    with pytest.raises(TokenError, match="cannot be"):
-        unseal(trust, "rollback", KEY, envelope, NOW)
-    with pytest.raises(TokenError):
-        seal(sign, order(**words))
-
-
 # --- on a node ---
 
 
@@ -129,7 +109,6 @@ def test_a_node_takes_a_statement_with_its_own_end_only(trust, sign):
     assert validator.validate(record("manifest", envelope, said.expires_at))
     assert not validator.validate(record("manifest", envelope, said.expires_at + 1)), "it would outlive its successor"
     assert not validator.validate(record("manifest", envelope, said.expires_at - 1))
-    assert not validator.validate(record("rollback", envelope, said.expires_at))
     assert not validator.validate(record("manifest", envelope, said.expires_at, DHTProtocol.serializer.dumps("x")))
     for junk in (b"", None, 7, [envelope], {"a": envelope}, "words"):
         assert not validator.validate(record("manifest", junk, said.expires_at))
@@ -145,8 +124,6 @@ def test_a_node_remembers_the_newest(trust, sign):
     assert validator.validate(record("manifest", seal(sign, newer), newer.expires_at))
     older = manifest(expires_at=NOW + 2 * DAY)
     assert not validator.validate(record("manifest", seal(sign, older), older.expires_at))
-    said = order(sequence=1)
-    assert validator.validate(record("rollback", seal(sign, said), said.expires_at)), "orders are counted apart"
 
 
 def test_what_was_acted_on_outlasts_a_restart(tmp_path):
@@ -183,7 +160,3 @@ def test_statements_through_a_dht(peer, trust, sign, tmp_path):
     assert statements.find("manifest") == second
     statements.sequences.raise_to("manifest", 3)
     assert Statements(peer.dht, KEY, trust, statements.sequences).find("manifest") is None, "we have seen a newer one"
-
-    said = order(issued_at=now, expires_at=statements.expiry("rollback", now))
-    assert statements.publish(sign, said)
-    assert statements.find("rollback") == said

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volunteer_kit.swarm.message_body import MAX_BODY, open_body, read_body, unpack_body
+from volunteer_kit.swarm.state.message_body import MAX_BODY, open_body, read_body, unpack_body
 
 NONE = type(None)
 

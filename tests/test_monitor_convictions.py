@@ -18,7 +18,7 @@ from volunteer_kit.monitor import convictions
 from volunteer_kit.monitor.convictions import Convictions
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import Bans
-from volunteer_kit.swarm.conviction_keeper import Case
+from volunteer_kit.swarm.verification.enforcement import Case
 
 A, B, C = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2, 3))
 CASE = Case(A, account_digest("run", "Mallory"), {one: [strike_of(A)] for one in (B, C)}, 3)

@@ -18,8 +18,8 @@ from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.people import Bans, People
 from volunteer_kit.monitor.recording import Recorder, find_tracker
 from volunteer_kit.packages import MissingDependency
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.records import PeerRecord
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.records.peer_record import PeerRecord
 
 A, B, C = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2, 3))
 

@@ -21,9 +21,8 @@ from volunteer_kit.monitor import asked
 from volunteer_kit.monitor.evidence import Looker, State, largest_share
 from volunteer_kit.monitor.kept import KEPT, KeptStates, Writer
 from volunteer_kit.monitor.lookout import PACE_OVER, Pace
-from volunteer_kit.monitor.rescue import DISBELIEVED_FOR, Disbelief
-from volunteer_kit.swarm.chunks import ChunkStore
-from volunteer_kit.swarm.manifest import Manifest
+from volunteer_kit.swarm.state.chunk_store import ChunkStore
+from volunteer_kit.swarm.state.manifest import Manifest
 
 DAMAGES = damage.JSON
 A, B, C = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in (1, 2, 3))
@@ -92,17 +91,6 @@ def test_the_swarms_pace():
         pace.saw(step, float(second))
     assert pace.epochs_per_second(5500.0) == pytest.approx(1 / 660), "eleven minutes a step, as the original's"
     assert pace.epochs_per_second(5500.0 + 4 * 660) is None
-
-
-def test_only_states_that_no_steps_lead_to_speak_against_their_owners(monkeypatch):
-    disbelief, now = Disbelief(), time.monotonic()
-    for peer, count in ((A, 0), (B, 1), (A, 1), (C, 2), (A, 0), (A, 1)):  # the count begins anew with each own step
-        disbelief.note(str(peer), "why", count)
-    assert [peer for peer, _ in disbelief.lately(now)] == [B, C, A]
-    assert disbelief.lately(now + 2 * DISBELIEVED_FOR) == []
-    disbelief.note(str(B), "why", 2)
-    disbelief.clear()
-    assert disbelief.lately(now) == []
 
 
 # --- states on the disk ---

@@ -312,9 +312,9 @@ def test_it_is_brought_once_for_each_version_and_again_after_a_refusal(run, hub,
 
 
 def test_the_card_says_what_a_reader_asks(run):
-    card = model_card(run, REPO, 280, HISTORY, LEADERS, [("a red circle", "pictures/0.png")], now=0.0)
+    card = model_card(run, REPO, 560, HISTORY, LEADERS, [("a red circle", "pictures/0.png")], now=0.0)
     for words in (
-        f"hf download {REPO}", "volunteer-kit generate", "LAMB", "280 of 280, on 1970-01-01", "3.10 at step 19",
+        f"hf download {REPO}", "volunteer-kit generate", "LAMB", "560 of 560, on 1970-01-01", "3.10 at step 19",
         "![The loss over the steps](loss.png)", "drawn by volunteer-kit", "ada | 900 | 90.0% | 2.0", "and 1 more",
         "## Limits", run.fingerprint, "(pictures/0.png)", "pipeline_tag: text-to-image",
     ):  # fmt: skip
@@ -322,7 +322,7 @@ def test_the_card_says_what_a_reader_asks(run):
 
 
 def test_strangers_names_are_no_markup(run):
-    card = model_card(run, REPO, 280, [], LEADERS)
+    card = model_card(run, REPO, 560, [], LEADERS)
     assert "](http://x" not in card and "<b>" not in card and "e\\|vil" in card
 
 
@@ -352,7 +352,7 @@ def test_the_card_leads_in_while_the_run_goes_on(run):
     ):  # fmt: skip
         assert words in card, words
     assert "OWNER" not in card
-    assert "## Take part" not in model_card(run, REPO, 280, HISTORY, LEADERS, offer=OFFER), "it is finished"
+    assert "## Take part" not in model_card(run, REPO, 560, HISTORY, LEADERS, offer=OFFER), "it is finished"
     local = replace(OFFER, url="http://127.0.0.1:8000")
     assert "127.0.0.1" not in model_card(run, REPO, 20, HISTORY, LEADERS, offer=local)
 

@@ -16,7 +16,6 @@ from volunteer_kit.monitor.judge import (
     began,
     choose,
     is_good,
-    is_left_behind,
     should_roll_back,
 )
 from volunteer_kit.monitor.summary import MEASURED_SLACK, Claim, outliers, summarize
@@ -191,15 +190,6 @@ def test_without_public_samples_the_reports_are_asked():
     assert should_roll_back(both, Look(60, public_loss=4.5, swarm_loss=99.0)) is None, (
         "a majority of liars ruins nothing"
     )
-
-
-@pytest.mark.parametrize(
-    ("behind", "disbelieved", "here", "is_ruined"),
-    [(5, 2, 3, True), (5, 1, 1, True), (2, 3, 3, True), (5, 1, 3, False), (5, 1, 2, False), (1, 3, 3, False),
-     (-30, 3, 3, False), (5, 0, 0, False), (5, 0, 3, False)],
-)  # fmt: skip
-def test_a_swarm_that_cannot_be_followed_is_ruined(behind, disbelieved, here, is_ruined):
-    assert is_left_behind(behind, disbelieved, here) is is_ruined
 
 
 def test_what_is_signed_is_better_than_what_is_tolerated():

@@ -18,9 +18,9 @@ from hivemind.dht.crypto import RSASignatureValidator
 
 from tests.test_host import ports
 from volunteer_kit.addressing import LISTEN
-from volunteer_kit.swarm.dial_back import whom_to_ask
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.peer import (
+from volunteer_kit.swarm.net.dial_back import whom_to_ask
+from volunteer_kit.swarm.net.peer import (
     PeerConfig,
     decide_client_mode,
     explain_startup_failure,
@@ -29,14 +29,7 @@ from volunteer_kit.swarm.peer import (
     raise_file_limit,
     start_peer,
 )
-from volunteer_kit.swarm.reachability import by_addresses, by_answers, find_places, look_at_machine, resolve
-from volunteer_kit.swarm.shared_memory import (
-    MB,
-    explain_full,
-    require_shared_memory,
-    room_for_sharing,
-    shared_bytes,
-)
+from volunteer_kit.swarm.net.reachability import by_addresses, by_answers, find_places, look_at_machine, resolve
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 SOME_ID = "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
@@ -364,7 +357,7 @@ def test_a_path_for_temporary_files_that_is_too_long_for_a_socket(tmp_path):
     folder.mkdir()
     script = (
         "from volunteer_kit.swarm.errors import SwarmError\n"
-        "from volunteer_kit.swarm.peer import PeerConfig, start_peer\n"
+        "from volunteer_kit.swarm.net.peer import PeerConfig, start_peer\n"
         f"try: start_peer(PeerConfig(host_maddrs={LOOPBACK}))\n"
         "except SwarmError as e: print(e.kind, e)"
     )
@@ -494,35 +487,6 @@ def test_a_peer_may_open_many_files():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == before or before[0] < 65_536, "never lowered"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_shared_memory_that_does_not_suffice_is_told_before_anything_begins(tmp_path):
-    """Docker's 64 MB: a model of 20 M parameters crash-looped, and no word named the cause."""
-    needed = shared_bytes(20_000_000, 12 * 20_000_000)  # parameters and gradients, and a state on its way
-    assert 400e6 < needed < 450e6 and shared_bytes(172_112, 12 * 172_112) < 64e6, "the demo's model fits"
-    room = room_for_sharing(tmp_path)
-    require_shared_memory(room.free // 2, tmp_path)
-    with pytest.raises(SwarmError) as told:
-        require_shared_memory(2 * room.total, tmp_path)
-    assert told.value.kind == "shared_memory"
-    for figure in (2 * room.total, room.total):
-        assert f"{figure / MB:,.0f}" in str(told.value)
-    assert "docker run --shm-size=" in str(told.value) and "mount -o remount,size=" in str(told.value)
-    require_shared_memory(2**60, tmp_path / "nowhere")  # a system that keeps it elsewhere
-
-
-@pytest.mark.parametrize(
-    "error, is_full",
-    [
-        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"), True),
-        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
-        (OSError("No space left on device"), False),
-    ],
-)
-def test_shared_memory_that_runs_out_later_is_named(error, is_full):
-    found = explain_full(error)
-    assert (found is not None) == is_full
-    assert found is None or (found.kind == "shared_memory" and "--shm-size=" in str(found))
 
 
 def test_a_peer_that_comes_back_listens_where_others_dial_it():

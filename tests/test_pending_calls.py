@@ -11,7 +11,7 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto.runtime_pb2 import ExpertUID
 
-from volunteer_kit.swarm.pending_calls import PendingCalls, outlive_late_answers
+from volunteer_kit.swarm.net.pending_calls import PendingCalls, outlive_late_answers
 
 
 def test_who_was_given_up_is_not_answered():

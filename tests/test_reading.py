@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -59,9 +58,21 @@ def test_what_never_entered_a_step_is_lost_and_does_not_hold_up_the_rest():
     assert ledger.lost == 2
 
 
-def report(*batches: Batch, failure: str | None = None) -> StepReport:
+def test_what_waits_for_a_later_step_is_neither_lost_nor_done_with():
+    """Where peers vote, a gradient may be committed after others that were computed later."""
+    ledger, given = Ledger(), [batch(n) for n in range(5)]
+    for one in given:
+        ledger.given(one)
+    waiting = {given[1].names[0], given[3].names[0]}
+    assert ledger.applied(names(given[2]), waiting) == Applied(given[0].after, {LEASE: 2}) and ledger.lost == 2
+    assert ledger.applied(names(given[4]), waiting) == Applied(None, {LEASE: 2}) and ledger.lost == 2
+    assert ledger.applied(names(given[1]), waiting - {given[1].names[0]}) == Applied(given[1].after, {LEASE: 2})
+    assert ledger.applied(names(given[3])) == Applied(given[3].after, {LEASE: 2}) and ledger.lost == 2
+
+
+def report(*batches: Batch) -> StepReport:
     found = tuple(names(*batches))
-    return StepReport(1, len(found), 2, 1.0, 0.1, 0, 0, {}, names=found, failure=failure)
+    return StepReport(1, len(found), 2, 1.0, 0.1, 0, 0, names=found)
 
 
 @pytest.fixture
@@ -85,19 +96,6 @@ def test_a_restart_goes_on_after_the_last_step_that_was_taken(reading):
     assert after.next_batch(8).names == batches[2].names and not told
     other, _ = reading("of another run")
     assert other.next_batch(8).names == batches[0].names
-
-
-def test_a_step_that_did_not_reach_the_others_earns_nothing(reading):
-    before, _ = reading()
-    one, two, three = (before.next_batch(4) for _ in range(3))
-    assert before.applied(report(one, failure="at epoch 3, the others at 4")) == 0
-    assert before.applied(report(two)) == 4
-    assert before.counts() == {"samples_lost": 4}
-    alone = dataclasses.replace(report(three, failure="nobody answered in time"), uncertain=True)
-    assert before.applied(alone) == 4  # what it will earn if the others go on from it
-    assert before.counts() == {"samples_lost": 4}
-    before.lost(4)
-    assert before.counts() == {"samples_lost": 8}
 
 
 DAMAGE = ["{", "[]", '{"fingerprint": "f"}', '{"fingerprint": "f", "stream": {"version": 9}}']
@@ -167,3 +165,32 @@ def test_a_killed_worker_reads_on_where_its_last_step_was(tmp_path):
     place_, range_, used = killed_at
     read = 4168 * (reached[0] - place_) + 512 * (reached[1] - range_) + reached[2] - used
     assert 2 * 256 <= read < 10 * 256, (killed_at, reached)
+
+
+def test_samples_that_come_cell_by_cell_earn_when_the_last_cell_is_in(reading):
+    """A name comes with the last of its sample's cells, and a count with each."""
+
+    class Leases:
+        counts = {"duplicate": 0}
+
+        def earns(self, lease):
+            return lease != OTHER
+
+        def state_dict(self):
+            return {}
+
+        def close(self): ...
+
+    one, _ = reading()
+    given = [one.next_batch(8) for _ in range(3)]
+    one._leases = Leases()
+    total = sum(sum(each.leases.values()) for each in given[:2])
+
+    def step(samples, *batches, waiting):
+        taken = tuple(name for each in batches for name in each.names)
+        first = frozenset(each.names[0] for each in waiting)
+        return one.applied(StepReport(1, samples, 2, 1.0, 0.1, 0, 0, names=taken, waiting=first))
+
+    earned = [step(13, given[0], waiting=given[1:2]), step(2, waiting=given[1:2]), step(1, given[1], waiting=())]
+    assert sum(earned) == total == 16 and earned == [8, 0, 8]
+    one.close()

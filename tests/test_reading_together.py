@@ -18,8 +18,8 @@ from volunteer_kit.data.settings import DataConfig
 from volunteer_kit.data.source import ShardError
 from volunteer_kit.data.stream import open_stream
 from volunteer_kit.data.tokenizer import load_tokenizer
-from volunteer_kit.swarm import leases as room
-from volunteer_kit.swarm.leases import SwarmLeases
+from volunteer_kit.swarm.leases import client as room
+from volunteer_kit.swarm.leases.client import SwarmLeases
 
 SHARDS, RECORDS, RANGE, LIFETIME = 12, 60, 16, 50.0
 

@@ -13,8 +13,8 @@ from hivemind.p2p import P2P, PeerID
 
 from tests.somebody import Somebody, entry, record_of, store_as
 from volunteer_kit import __version__
-from volunteer_kit.swarm.identity import load_private_key, peer_id_of_owner
-from volunteer_kit.swarm.records import PeerBoard, RoundsRecord, parse_record, peers_key
+from volunteer_kit.swarm.net.identity import load_private_key, peer_id_of_owner
+from volunteer_kit.swarm.records.peer_record import PeerBoard, RoundsRecord, parse_record, peers_key
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,9 @@ def test_the_floors_hold(house):
         ("optim/lamb.py", "from volunteer_kit import checkpoint"),
         ("training/protocol.py", "import volunteer_kit.model.dalle"),
         ("swarm/errors.py", "import volunteer_kit.optim.lamb"),
+        ("swarm/net/dht.py", "import volunteer_kit.swarm.node.links"),
+        ("swarm/sync/core.py", "import volunteer_kit.swarm.wire"),
+        ("swarm/new_room.py", ""),
         ("runs.py", "import volunteer_kit.training.protocol"),
         ("volunteer.py", "import hivemind"),
         ("new_room.py", ""),
@@ -112,6 +115,11 @@ def test_a_breach_of_the_floors_is_found(house, room, line):
             path.write_text(before)
     assert done.returncode != 0
     assert (line.split()[-1].split(".")[-1] if line else "new_room") in done.stdout
+
+
+def test_the_platforms_half_names_tests_that_exist():
+    names = (ROOT / "tests/platforms/half.txt").read_text().splitlines()
+    assert not [name for name in names if not name.startswith("#") and not (ROOT / "tests" / f"{name}.py").is_file()]
 
 
 @pytest.mark.slow

@@ -52,7 +52,6 @@ def changed(**changes) -> RunConfig:
         {"data__min_caption": 4},
         {"swarm__grad_compression": "float16"},
         {"swarm__compress_above": 1},
-        {"swarm__average_state_every": 2},
     ],
     ids=str,
 )

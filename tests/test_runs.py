@@ -62,7 +62,7 @@ def test_the_original_run_has_its_numbers(tmp_path, monkeypatch):
 # what is changed in demo.yaml, where the message must point, and words it must hold
 MISTAKES = [
     ("target_batch_size: 256", "target_batchsize: 256", "target_batchsize", ["target_batch_size", "Fix"]),
-    ("  matchmaking_time: 2.0", "  matchmaking_tme: 2.0", "matchmaking_tme", ["'swarm'", "matchmaking_time"]),
+    ("  allreduce_timeout: 15.0", "  allreduce_timout: 15.0", "allreduce_timout", ["'swarm'", "allreduce_timeout"]),
     ("  level: 1", "  levle: 1", "levle", ["'data'", "level"]),
     ("  warmup_epochs: 10", "  warmup: 10", "warmup", ["'optimizer'", "warmup_epochs"]),
     ("  preset: tiny", "  preset: tny", "model", ["'tny'", "tiny", "original"]),
@@ -72,15 +72,14 @@ MISTAKES = [
     ("seed: 0", "seed: -1", "seed", ["greater than or equal to 0"]),
     ("  lr: 5.0e-3", "  lr: .nan", "lr", ["finite"]),
     ("  lr: 5.0e-3", "  lr: .inf", "lr", ["finite"]),
-    ("  matchmaking_time: 2.0", "  matchmaking_time: .inf", "matchmaking_time", ["finite"]),
+    ("  allreduce_timeout: 15.0", "  allreduce_timeout: .inf", "allreduce_timeout", ["finite"]),
     ("  warmup_epochs: 10", "  warmup_epochs: 500", "warmup_epochs", ["500", "400"]),
-    ("  averaging_timeout: 30.0", "  averaging_timeout: 3.0", "averaging_timeout", ["17 s", "or more"]),
     ("image_tokenizer: scenes32", "image_tokenizer: scenes99", "image_tokenizer", ["scenes99", "scenes32"]),
     ("image_tokenizer: scenes32", "image_tokenizer: vqgan-f8-8192", "num_image_tokens", ["makes 8192 codes"]),
     ("text_tokenizer: words", "text_tokenizer: wrds", "text_tokenizer", ["wrds"]),
     ("run_id: mine", "run_id: a b", "run_id", ["'a b'"]),
     (
-        "  matchmaking_time: 2.0", "  matchmaking_time: 2.0\n  grad_compression: zip", "grad_compression",
+        "  allreduce_timeout: 15.0", "  allreduce_timeout: 15.0\n  grad_compression: zip", "grad_compression",
         ["swarm.grad_compression is 'zip', but", "'uniform8'", "'sparse'", "'powersgd'"],
     ),
 ]  # fmt: skip
@@ -115,6 +114,39 @@ def test_delayed_gradients_need_a_delayed_step(tmp_path):
     assert f"line {line_of(text, 'delay_grad_averaging')}:" in message
     assert "set delay_optimizer_step: true" in message
     assert load_run(write(tmp_path, text.replace("step: false", "step: true"))).swarm.delay_grad_averaging
+
+
+def demo_with(swarm: dict | None = None, **changes) -> dict:
+    values = load_run("demo").model_dump(mode="json")
+    values["swarm"] |= swarm or {}
+    return values | changes
+
+
+def test_that_peers_vote_may_be_said_and_not_denied():
+    """Files of earlier kits say it."""
+    plain, said = load_run(demo_with()), load_run(demo_with({"commits": True}))
+    assert said == plain and said.fingerprint == plain.fingerprint
+    with pytest.raises(RunError) as caught:
+        load_run(demo_with({"commits": False}))
+    assert "commits" in str(caught.value) and "Fix:" in str(caught.value)
+
+
+def test_how_late_a_gradient_may_be_is_of_the_fingerprint():
+    assert len({load_run(demo_with({"max_staleness": epochs})).fingerprint for epochs in (4, 8)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"swarm": {"average_state_every": 2}}, "average_state_every"),
+        ({"swarm": {"max_staleness": 0}}, "swarm.max_staleness"),
+        ({"swarm": {"max_staleness": 17}}, "swarm.max_staleness"),
+    ],
+)
+def test_what_peers_that_vote_cannot_do_is_told(changes, name):
+    with pytest.raises(RunError) as caught:
+        load_run(demo_with(**changes))
+    assert name in str(caught.value) and "Fix:" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from volunteer_kit.doctor.same_key import same_key
-from volunteer_kit.swarm.identity import ensure_identity, give_up_key
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
-from volunteer_kit.swarm.records import PeerBoard
-from volunteer_kit.swarm.same_key import ID_SIZE, SKEW, Instance, KeyWatch, Sharing, judge, read_instance
+from volunteer_kit.swarm.net.identity import ensure_identity, give_up_key
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.net.same_key import ID_SIZE, SKEW, Instance, KeyWatch, Sharing, judge, read_instance
+from volunteer_kit.swarm.records.peer_record import PeerBoard
 
 OURS, THEIRS = b"o" * ID_SIZE, b"t" * ID_SIZE
 BEGAN, NOW = 1000.0, 1100.0

@@ -18,8 +18,8 @@ from tests.test_hf_failures import Trainers, step_of, trainers
 from tests.test_host import copy_of_living
 from volunteer_kit.run_reader import find_run_file
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.identity import ensure_identity
-from volunteer_kit.swarm.same_key import SKEW, Sharing, TwinWatch
+from volunteer_kit.swarm.net.identity import ensure_identity
+from volunteer_kit.swarm.net.same_key import SKEW, Sharing, TwinWatch
 from volunteer_kit.training.hf_config import read_hivemind_config
 from volunteer_kit.training.hf_member import Member
 

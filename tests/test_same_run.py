@@ -10,7 +10,7 @@ from volunteer_kit import __version__
 from volunteer_kit.runs import PROTOCOL_VERSION, load_run
 from volunteer_kit.session.same_run import check_same_run
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.kits import kit_words
+from volunteer_kit.swarm.records.kits import kit_words
 
 RUN = load_run("demo")
 OURS = SimpleNamespace(fingerprint=RUN.fingerprint, protocol=PROTOCOL_VERSION, kit=__version__)

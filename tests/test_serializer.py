@@ -13,8 +13,8 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
-from volunteer_kit.swarm.lease_records import MAX_HELD, MAX_SPANS, LeaseRecord
-from volunteer_kit.swarm.serializer import (
+from volunteer_kit.swarm.leases.records import MAX_HELD, MAX_SPANS, LeaseRecord
+from volunteer_kit.swarm.net.serializer import (
     MAX_ITEMS,
     MAX_MESSAGE,
     MAX_NESTING,
@@ -44,8 +44,8 @@ def test_deep_tuples_do_not_end_the_process():
     """In a process of its own: without the bound it dies by a signal, which no `except` catches."""
     program = (
         "import sys\nfrom hivemind.utils import MSGPackSerializer\n"
-        "from volunteer_kit.swarm import forked  # as every process that speaks\n"
-        "forked.bound_serializer()\n"
+        "from volunteer_kit.swarm.net import fork_safety  # as every process that speaks\n"
+        "fork_safety.bound_serializer()\n"
         "try:\n    MSGPackSerializer.loads(sys.stdin.buffer.read())\n"
         "except ValueError as error:\n    print(len(str(error)))\n"
     )

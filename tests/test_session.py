@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +20,11 @@ from volunteer_kit.session import lookout as lookout_module
 from volunteer_kit.session.lookout import Lookout, memory_gb, should_renew
 from volunteer_kit.session.tell import Tell
 from volunteer_kit.supervisor import Supervisor
-from volunteer_kit.swarm.admission import Admission
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts
-from volunteer_kit.swarm.options import StepReport
-from volunteer_kit.swarm.same_key import SKEW
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.net.same_key import SKEW
+from volunteer_kit.swarm.options import StepReport, SwarmProgress
+from volunteer_kit.swarm.records.failures import RoundCounts
 from volunteer_kit.training.protocol import WorkerSpec
 
 ROOMY, TIGHT = SimpleNamespace(total=16e9, available=8e9), SimpleNamespace(total=16e9, available=1e9)
@@ -65,13 +64,14 @@ class Swarm:
     """The optimizer, as far as a session and its lookout see it."""
 
     cut_off, cut_off_for, local_epoch, states_asked_in_vain = None, 0.0, 0, 0
-    on_download = None
+    on_download, why_too_slow = None, ""
 
     def __init__(self, join=lambda swarm: True):
-        self.state_averager = SimpleNamespace(abandon_statistics=(abandoned := threading.Event()).set)
-        self.abandoned, self._join = abandoned, join
+        self.stops_waiting, self._join = threading.Event(), join
         self.reach = SimpleNamespace(known_peers=lambda: [], waits_for_itself=False, why_afresh="")
-        self.uncertain_steps = SimpleNamespace(kept_until=lambda: None, leaving=lambda: None)
+
+    def stop_waiting(self):
+        self.stops_waiting.set()
 
     def traffic(self):
         return 3, 5
@@ -120,7 +120,7 @@ def make_session(tmp_path, monkeypatch):
             among=None,
             peer=SimpleNamespace(dht=NO_DHT, peer_id="us", admission=Admission()),
             board=SimpleNamespace(fetch=dict),
-            tally=SimpleNamespace(totals=SimpleNamespace(samples=0), samples=0, end=lambda kept_until: None),
+            tally=SimpleNamespace(totals=SimpleNamespace(samples=0), samples=0, end=lambda: None),
             reading=SimpleNamespace(share=lambda *_: None, next_batch=None),
             publish=lambda: None,
             model=SimpleNamespace(num_parameters=lambda: 1),
@@ -280,7 +280,7 @@ def test_leaving_ends_the_wait_for_statistics(make_session, monkeypatch):
 
         def train(self, should_stop):
             orders.leave.set()
-            assert session.optimizer.abandoned.wait(20) and should_stop()
+            assert session.optimizer.stops_waiting.wait(20) and should_stop()
 
         def tell_steps(self): ...
 
@@ -329,8 +329,7 @@ def test_however_the_training_ends_it_is_told_what_became_of_the_last_steps(make
     """Its line dead, a worker begins anew; the step before, which everybody has, would count for nobody."""
     orders, told = SimpleNamespace(leave=threading.Event(), finish_at=None), []
     session = make_session(Swarm())
-    session.optimizer.uncertain_steps = SimpleNamespace(leaving=lambda: told.append("leaving"), kept_until=lambda: 7)
-    session.tally.end = told.append
+    session.tally.end = lambda: told.append("counted")
 
     class Loop:
         def __init__(self, *_, **__): ...
@@ -349,9 +348,9 @@ def test_however_the_training_ends_it_is_told_what_became_of_the_last_steps(make
     try:
         session.train(orders)
     except (OSError, SwarmError):
-        assert told == ["leaving", 7] and ends != "well"
+        assert told == ["counted"] and ends != "well"
     else:
-        assert told == ["the last steps", "leaving", 7] and ends == "well"
+        assert told == ["the last steps", "counted"] and ends == "well"
     orders.leave.set()  # a thread waits for it
 
 
@@ -377,10 +376,9 @@ def test_a_real_worker_tells_its_traffic_and_leaves_in_the_middle_of_the_downloa
     assert "traffic" in seen and "state_loaded" not in seen
 
 
-def test_that_nobody_can_be_called_is_told_once_and_in_place_of_others_that_were_not_reached(make_session):
-    tracker = SimpleNamespace(global_progress=SimpleNamespace(num_peers=2, samples_accumulated=8), num_uncallable=1)
-    averager = SimpleNamespace(local_samples_accumulated=8)
-    optimizer = SimpleNamespace(tracker=tracker, local_epoch=3, grad_averager=averager, target_batch_size=64)
+def test_that_nobody_can_be_called_is_told_once(make_session):
+    progress = SwarmProgress(num_peers=2, swarm_samples=8, own_samples=8, uncallable=1)
+    optimizer = SimpleNamespace(progress=lambda: progress, local_epoch=3, target_batch_size=64)
     session = make_session(optimizer)
     session.publish = lambda *_: None
     session.reading = SimpleNamespace(keep=lambda: None, counts=dict)
@@ -389,16 +387,34 @@ def test_that_nobody_can_be_called_is_told_once_and_in_place_of_others_that_were
         optimizer=optimizer, samples_per_second=9.0, microbatches_not_finite=0, microbatches_too_large=0
     )
     tell = Tell(session)
-    report = StepReport(
-        3, 8, 1, 0.0, 1.0, 0, 0, {}, failure="nobody answered in time", uncertain=True, expected=2, cause=ALL_CLIENTS
-    )
+    report = StepReport(3, 8, 1, 0.0, 1.0, 0, 0, expected=2)
     for _ in range(2):
         tell._last_step = 0.0
         tell.on_microbatch(trainer, 0.5, 8)
         tell.on_epoch(trainer, report, 0.5)
-    tell.on_postponed(trainer, replace(report, is_postponed=True))
     session.emit("end")
     session.emit.wait("end")
     told = [fields["message"] for kind, fields in session.emit.seen if kind == "warning"]
-    assert len(told) == 2 and "Nobody in this run can be called: this machine and the other one only call" in told[0]
-    assert told[1] == "Step 3 is tried again: nobody in this run can be called."
+    assert len(told) == 1 and "Nobody in this run can be called: this machine and the other one only call" in told[0]
+
+
+@pytest.mark.parametrize("is_sent_away", [True, False])
+def test_who_is_sent_away_says_goodbye_and_counts_its_last_step(make_session, is_sent_away):
+    order = []
+    optimizer = SimpleNamespace(comes_back=None, why_too_slow="", shutdown=lambda: order.append("goodbye"))
+    session = make_session(
+        optimizer,
+        trainer=SimpleNamespace(tell_steps=lambda: order.append("steps")),
+        board=SimpleNamespace(publish=lambda record: None),
+        reading=SimpleNamespace(close=lambda: None),
+        verification=None,
+        launched=SimpleNamespace(close=lambda: None),
+        peer=None,
+        tally=SimpleNamespace(samples=5, epochs=1),
+        _leave=threading.Event(),
+    )
+    if is_sent_away:
+        session.membership.refused.set()
+    session.close()
+    assert optimizer.comes_back is not is_sent_away and order == ["goodbye", "steps"]
+    assert session.emit.wait("left")["total_samples"] == 5

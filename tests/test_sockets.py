@@ -16,8 +16,8 @@ import pytest
 from volunteer_kit.storage import socket_folders
 from volunteer_kit.storage.socket_folders import NEW_PREFIX, PREFIX, SocketFolder
 from volunteer_kit.supervisor import Supervisor
-from volunteer_kit.swarm.children import end_in_words
-from volunteer_kit.swarm.sockets import SocketGuard, SwarmError, make_socket_folder
+from volunteer_kit.swarm.net.children import end_in_words
+from volunteer_kit.swarm.net.sockets import SocketGuard, SwarmError, make_socket_folder
 from volunteer_kit.training.protocol import BROKEN, WorkerSpec
 from volunteer_kit.worker_end import WorkerEnd
 
@@ -32,8 +32,8 @@ LOSES_ITS_SOCKET = """
 import asyncio
 from hivemind.p2p import P2P
 from volunteer_kit.storage.socket_folders import SocketFolder
-from volunteer_kit.swarm.children import LastWords
-from volunteer_kit.swarm.daemon_link import DaemonLink
+from volunteer_kit.swarm.net.children import LastWords
+from volunteer_kit.swarm.net.daemon_link import DaemonLink
 
 async def main():
     folder = SocketFolder()

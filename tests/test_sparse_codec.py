@@ -12,8 +12,8 @@ from hivemind.compression import CompressionInfo
 from hivemind.proto import runtime_pb2
 from hypothesis import given, settings
 
-from volunteer_kit.swarm.codec import decode, make_codec
-from volunteer_kit.swarm.sparse_codec import DENSITY, SPARSE, SparseCodec, bits_per_value
+from volunteer_kit.swarm.codecs.registry import decode, make_codec
+from volunteer_kit.swarm.codecs.topk import DENSITY, SPARSE, SparseCodec, bits_per_value
 
 HEAD = struct.Struct("<IIBff")
 

@@ -33,6 +33,7 @@ from benchmarks.staleness_parts.lateness import (
 from benchmarks.staleness_parts.samples import Data, Samples, open_run, read_data
 from benchmarks.staleness_parts.training import (
     CODECS,
+    UNITS,
     Contribution,
     Outcome,
     Setting,
@@ -43,16 +44,10 @@ from benchmarks.staleness_parts.training import (
     train,
 )
 from tests.shard_files import good_shard
-from volunteer_kit.swarm.codec import install_codecs
 
 TARGET, EPOCHS = 64, 50
 SAMPLES = TARGET * EPOCHS
 USED = Rule("used")
-
-
-@pytest.fixture(autouse=True)
-def our_codecs():
-    install_codecs()
 
 
 def plan_of(rule: Rule, seed: int = 0) -> Plan:
@@ -251,21 +246,21 @@ def test_sparse_parts_are_discounted_before_what_is_left_out_is_kept():
     swarm.step({worker: contribution_of(brought[worker], weight) for worker, weight in weights.items()})
     total = sum(weights.values())
     came = flat(param.grad for param in swarm.params)
-    kept = swarm.group.kept
-    to_come = sum(one.unsent for one in kept) / total + sum(one.unanswered for one in kept)
+    unsent = [swarm.group.unsent(worker) / UNITS for worker in range(WORKERS)]
+    to_come = sum(unsent) / total + swarm.group.unanswered()
     wanted = sum(weight * flat(brought[worker]) for worker, weight in weights.items()) / total
     torch.testing.assert_close(came + to_come, wanted, atol=1e-4, rtol=1e-4)
-    assert kept[1].unsent.norm() == 0 and to_come.norm() > 0.1  # or nothing of this was tested
-    late = kept[3].unsent  # nothing of it is larger than what the discounted gradient was
+    assert unsent[1].norm() == 0 and to_come.norm() > 0.1  # or nothing of this was tested
+    late = unsent[3]  # nothing of it is larger than what the discounted gradient was
     assert 0 < late.abs().max() <= weights[3] * flat(brought[3]).abs().max()
 
 
 def test_a_worker_that_brings_nothing_keeps_what_it_has_to_say():
     swarm = swarm_of("sparse")
     swarm.step({worker: contribution_of(some_gradients(swarm, worker), 2.0) for worker in (1, 2)})
-    before = swarm.group.kept[1].unsent.clone()
+    before = swarm.group.unsent(1).clone()
     swarm.step({2: contribution_of(some_gradients(swarm, 5), 2.0)})
-    assert before.any() and torch.equal(swarm.group.kept[1].unsent, before)
+    assert before.any() and torch.equal(swarm.group.unsent(1), before)
 
 
 def test_a_dense_step_takes_the_weighted_mean():

@@ -10,7 +10,7 @@ import pytest
 from hivemind.p2p import P2P, P2PContext
 from hivemind.proto import dht_pb2
 
-from volunteer_kit.swarm.streams import BoundedP2P, StreamBounds, fitting_bounds
+from volunteer_kit.swarm.net.streams import BoundedP2P, StreamBounds, fitting_bounds
 
 HANDLER = "echo"
 SHORT = StreamBounds(600, 2.0, 2.0, longest_message=100_000, per_peer=8, silent=4, total=10)

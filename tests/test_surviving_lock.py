@@ -7,7 +7,7 @@ import multiprocessing as mp
 import os
 import signal
 
-from volunteer_kit.swarm.surviving_lock import SurvivingLock
+from volunteer_kit.swarm.net.surviving_lock import SurvivingLock
 
 
 def shared_array() -> ctypes.Array:

@@ -10,6 +10,7 @@ from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.beliefs import Beliefs
 from volunteer_kit.swarm.sync.contributions import (
     Accounts,
+    AccountsRecord,
     Answer,
     Cause,
     Ledger,
@@ -197,3 +198,27 @@ def test_an_account_earns_what_its_devices_can_compute():
     beliefs.committed(entry, 900.0, epoch_seconds=10.0)
     beliefs.committed(entry, 900.0, epoch_seconds=10.0)
     assert beliefs.why_refused(entry, 901.0, epoch_seconds=10.0) == "account brings 200 samples, 20 are believed"
+
+
+def test_accounts_are_their_record():
+    accounts = Accounts()
+    for epoch in range(20):
+        shares = share("a", epoch, epoch, 5), share("b", epoch, epoch, 5)
+        accounts = accounts.after([answer(0b11, *shares)], epoch + 1, 4)
+    record = accounts.as_record()
+    assert record.floors and record.settled
+    assert Accounts.from_record(record) == accounts
+    assert Accounts.from_record(Accounts().as_record()) == Accounts()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        AccountsRecord((("a", ((1, 1, 0), (1, 2, 0))),), ()),
+        AccountsRecord((("a", ()), ("a", ())), ()),
+        AccountsRecord((), (("a", 1), ("a", 2))),
+    ],
+)
+def test_accounts_that_tell_something_twice_are_refused(record):
+    with pytest.raises(ValueError, match="twice"):
+        Accounts.from_record(record)

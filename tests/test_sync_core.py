@@ -18,12 +18,15 @@ from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, Rollb
 from volunteer_kit.swarm.sync.log import LogItem, is_chain
 from volunteer_kit.swarm.sync.messages import (
     Action,
+    AnswerRefused,
     AnswersHeld,
     Ask,
     AskOpening,
     BallotRecord,
     Begin,
     Body,
+    Durable,
+    FetchAnswers,
     FetchSnapshot,
     Held,
     Items,
@@ -44,6 +47,7 @@ from volunteer_kit.swarm.sync.messages import (
     Sketches,
     Snapshot,
     SnapshotTaken,
+    Started,
     Topic,
     Vote,
 )
@@ -164,6 +168,59 @@ def test_a_slice_whose_reducer_died_is_missing_and_its_senders_keep_their_part()
         assert swarm.applied(peer)[0].step.missing == lost
         assert [each.pending for each in swarm[peer].ledger.live] == [lost]
         assert swarm[peer].ledger.committed == 3 * (CELLS - lost.bit_count())
+
+
+def test_an_answer_that_makes_no_sense_costs_its_slice_only():
+    """A reducer says that it holds an answer; its bytes are none."""
+    swarm = Swarm(target=EVERYBODY)
+    swarm.serves_answers = False
+    plan = opened_round(swarm)
+    leader = swarm.order[0]
+    liar, lost = next((reducer, cells) for reducer, cells in plan.slices if reducer != leader)
+    good = tuple(each for each in swarm.answers(plan) if each.reducer != liar)
+    bad = next(each for each in swarm.answers(plan) if each.reducer == liar)
+    swarm.end_exchange(plan, (*good, bad), [liar])
+    swarm.end_exchange(plan, good, [peer for peer in swarm.order if peer != liar])
+    swarm.deliver()
+    asked = swarm.done(leader, FetchAnswers)[-1]
+    assert asked.digests == {bad.digest} and asked.sources == (liar,) and bad in asked.judged
+    swarm.happen(leader, AnswerRefused(bad.slice))
+    swarm.deliver()
+    for peer in swarm.order:
+        assert swarm.applied(peer)[0].step.missing == lost
+
+
+def test_nobody_votes_for_answers_that_make_no_sense():
+    swarm = Swarm(target=EVERYBODY)
+    leader, voter, *_ = swarm.order
+    entry = proposed(swarm)
+    odd = replace(entry, answers=(entry.answers[0]._replace(digest=b"odd"), *entry.answers[1:]))
+    swarm.serves_answers = False
+    swarm.say(leader, voter, Propose(Ballot(0, leader), odd, ()))
+    assert swarm.done(voter, FetchAnswers)[-1].judged == odd.answers
+    swarm.happen(voter, AnswerRefused(odd.answers[0].slice))
+    assert not swarm.said(voter, Vote) and len(swarm.told(voter, Topic.REFUSED)) == 1
+
+
+def test_nobody_votes_for_bytes_under_other_cells_than_they_were_read_as():
+    """Everybody holds the bytes, but nobody could take a step with them. The true answers still enter."""
+    swarm = Swarm(target=EVERYBODY)
+    leader, voter, *_ = swarm.order
+    entry = proposed(swarm)
+    first, second, *others = entry.answers
+    odd = replace(entry, answers=(first._replace(digest=second.digest), second._replace(digest=first.digest), *others))
+    swarm.serves_answers = False
+    swarm.say(leader, voter, Propose(Ballot(0, leader), odd, ()))
+    asked = swarm.done(voter, FetchAnswers)[-1]
+    assert asked.digests == {first.digest, second.digest} and asked.judged == odd.answers
+    here = swarm[voter].head.lineage
+    swarm.happen(voter, AnswersHeld(asked.digests, frozenset(each.slice for each in entry.answers), here))
+    assert not swarm.said(voter, Vote)
+    swarm.happen(voter, AnswerRefused(odd.answers[0].slice))
+    assert len(swarm.told(voter, Topic.REFUSED)) == 1
+    swarm.serves_answers = True
+    swarm.wait(60)
+    assert swarm.applied(voter)[0].step.answers == entry.answers
 
 
 def test_a_promise_is_written_before_it_is_said():
@@ -677,6 +734,20 @@ def rollback(swarm: Swarm, peer: str = "a", place: int = 1) -> RollbackOrder:
     return RollbackOrder(1, 1, swarm[peer].head.epoch, swarm[peer].log.items[place].head.lineage, swarm.members)
 
 
+def test_answers_of_a_replay_are_fetched_once():
+    """A peer that is behind hears the same entries with each heartbeat."""
+    swarm = Swarm("abcd", target=4)
+    swarm.passes = among("abc")
+    swarm.train(10, 2, "abc")
+    items = swarm["a"].log.items
+    swarm.serves_answers = False
+    for _ in range(3):
+        swarm.say("a", "d", Items(swarm.genesis.head.lineage, items[1:2]), items[1].head)
+    assert swarm["d"].phase is Phase.CATCHING_UP and len(swarm.done("d", FetchAnswers)) == 1
+    swarm.say("a", "d", Items(swarm.genesis.head.lineage, items[1:3]), items[2].head)
+    assert len(swarm.done("d", FetchAnswers)) == 2, "and those of more entries"
+
+
 def test_a_rollback_order_in_items_that_extend_a_replay_is_taken():
     swarm = Swarm("abcd", target=4)
     swarm.passes = among("abc")
@@ -810,3 +881,17 @@ def test_late_votes_of_strangers_show_no_damage():
                 swarm.say(stranger, leader, Vote(Ballot(0, leader), item.head.lineage, 55.0), swarm.genesis.head)
     swarm.deliver()
     assert all(swarm.told(peer, Topic.DRIFTED) == [] for peer in swarm.cores)
+
+
+def test_a_peer_that_joins_anew_in_the_slot_of_its_vote_remembers_it():
+    """It lost its parameters, and kept what it had written."""
+    swarm = Swarm()
+    swarm.train(10)
+    leader, voter = swarm.order[0], swarm.order[1]
+    head = swarm[voter].log.last
+    record = BallotRecord(head.head.lineage, Ballot(3, leader))
+    again = SyncCore(swarm[voter].config, swarm[voter].me, Durable(ballot=record), None, 0.0)
+    again.handle(Started(), 0.0)
+    again.handle(SnapshotTaken(Snapshot(swarm[voter].log.items, swarm[voter].accounts)), 1.0)
+    assert again.head == head.head
+    assert again.ballot == record

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import hivemind.dht.node
 import pytest
 from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.utils import get_dht_time
 
 from tests.virtual_time import run_in_virtual_time
-from volunteer_kit.swarm.thrifty_dht import (
+from volunteer_kit.swarm.net.dht import (
     ASKED,
     FORGIVEN,
     LEAST_SECONDS,
@@ -197,3 +197,19 @@ def test_who_did_not_answer_is_asked_again_as_soon_as_it_calls_unless_it_never_a
             assert first.blacklist.ban_counter[peer] == vain
 
     run(story)
+
+
+@pytest.mark.parametrize(("why", "is_fatal"), [("local time must be within 3 seconds", True), ("", False)])
+def test_who_calls_another_program_under_our_key_keeps_nobody_from_starting(monkeypatch, why, is_fatal):
+    async def call_ping(self, peer, validate=False, strict=True):
+        if validate:
+            raise ValidationError(why or f"Peer {peer} can't access this node. Probably, ...")
+        return "its id"
+
+    monkeypatch.setattr(DHTProtocol, "call_ping", call_ping)
+    protocol = object.__new__(TimedDHTProtocol)
+    if is_fatal:
+        with pytest.raises(ValidationError):
+            asyncio.run(protocol.call_ping("a peer", validate=True))
+    else:
+        assert asyncio.run(protocol.call_ping("a peer", validate=True)) == "its id"

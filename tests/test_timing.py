@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
-from types import SimpleNamespace
 
 import pytest
-from hivemind.p2p import PeerID
-from hivemind.utils import MSGPackSerializer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volunteer_kit.swarm.line_speed import LineSpeed
-from volunteer_kit.swarm.pace import Pace
 from volunteer_kit.swarm.sync.timing import LEAST, USUAL_ROUNDS, Deadline, agreed, enough_samples, too_slow_network
 
 SECONDS = st.floats(0.0, 1000.0)
@@ -136,45 +130,3 @@ def test_the_host_is_told_in_words():
     )
     assert too_slow_network(rounds[1:], 20.0, 4096) is None, "too few were seen"
     assert too_slow_network([*rounds[:3], 5.0, 5.0, 5.0], 20.0, 4096) is None, "it keeps up by now"
-
-
-OWN, OTHER, THIRD = (PeerID(b"\x12\x20" + bytes([i]) * 32) for i in range(1, 4))
-
-
-@pytest.fixture
-def pace() -> Pace:
-    pace = Pace(MSGPackSerializer, LineSpeed(), None, exchange_timeout=60.0)
-    for _ in range(8):
-        end_round(pace, 4.0)
-    assert pace.exchange.seconds == pytest.approx(8.0, rel=0.01)
-    return pace
-
-
-def end_round(pace: Pace, took: float, late: tuple[PeerID, ...] = (), **heard_before: float) -> None:
-    """:param heard_before: s before its end, when something last came of OTHER or THIRD"""
-    now = time.monotonic()
-    heard = {{"other": OTHER, "third": THIRD}[name]: now - seconds for name, seconds in heard_before.items()}
-    runner = SimpleNamespace(
-        began=now - took, failed_reducers=list(late), too_slow=set(), heard=heard, answered_after={}, group_size=8
-    )
-    pace.over(runner, OWN)
-
-
-def test_for_who_falls_silent_nobody_waits_longer_the_next_time(pace):
-    for _ in range(3):  # a dead one in each group
-        end_round(pace, 8.0, (OTHER,), other=5.0)
-        end_round(pace, 8.0, (THIRD,))
-    assert pace.exchange.seconds == pytest.approx(8.0, rel=0.01)
-
-
-def test_who_sends_to_the_end_and_is_late_gets_more_time(pace):
-    end_round(pace, 8.0, (OTHER, THIRD), other=0.5, third=8.0)
-    assert pace.exchange.seconds == pytest.approx(12.0, rel=0.01)
-
-
-def test_who_comes_again_and_is_silent_again_gets_more_time(pace):
-    """One part of its takes longer than half of what the others need in all."""
-    end_round(pace, 8.0, (OTHER,))
-    assert pace.exchange.seconds == pytest.approx(8.0, rel=0.01)
-    end_round(pace, 8.0, (OTHER,))
-    assert pace.exchange.seconds == pytest.approx(12.0, rel=0.01)

@@ -10,7 +10,7 @@ import torch
 
 from tests.alone_trainer import Witness, make_stream, make_trainer, squared_error, until
 from volunteer_kit.checkpoint import latest_checkpoint
-from volunteer_kit.training.callbacks import KeepGoodState, SaveCheckpoints
+from volunteer_kit.training.callbacks import SaveCheckpoints
 from volunteer_kit.training.replicas import Replicas
 from volunteer_kit.training.trainer import EpochMean, LossScale
 
@@ -200,46 +200,6 @@ def test_the_plans_precision_is_what_the_model_computes_in(precision, dtype):
     trainer.train(until(trainer, 1))
     assert set(seen) == {dtype}
     assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
-
-
-# --- the last good state ---
-
-
-def test_a_broken_model_gets_its_last_good_state_back():
-    events = []
-    keep = KeepGoodState(lambda event, **fields: events.append((event, fields)), every=2)
-    trainer, optimizer = make_trainer(callbacks=[keep])
-    optimizer.broken_at = 6
-    trainer.train(until(trainer, 5))
-    copied_at_5 = optimizer.parameters[0].detach().clone()
-    optimizer.statistic.fill_(5.0)  # after the copy: comes back as it was
-    trainer.train(until(trainer, 6))
-    assert [(event, fields["kind"]) for event, fields in events] == [("warning", "restored")]
-    assert "epoch 5" in events[0][1]["message"]
-    assert torch.equal(optimizer.parameters[0], copied_at_5), "parameters and statistics together"
-    assert optimizer.statistic.tolist() == [0.0] * 3
-    trainer.train(until(trainer, 9))
-    assert torch.isfinite(optimizer.parameters[0]).all() and len(events) == 1
-    assert optimizer.story.count("restore") == 1
-
-
-def test_a_copy_is_made_every_few_epochs_and_under_the_lock():
-    keep = KeepGoodState(lambda *_, **__: None, every=3)
-    trainer, optimizer = make_trainer(callbacks=[keep])
-    trainer.train(until(trainer, 8))
-    assert optimizer.state_averager.locked == 3  # epochs 1, 4 and 7
-    kept = keep._good[0]
-    trainer.train(until(trainer, 9))
-    assert keep._good[0] is kept, "one copy, written over: it costs as much as the model"
-
-
-def test_broken_before_the_first_copy_is_told():
-    events = []
-    keep = KeepGoodState(lambda event, **fields: events.append(fields["kind"]))
-    trainer, optimizer = make_trainer(callbacks=[keep])
-    optimizer.broken_at = 1
-    trainer.train(until(trainer, 1))
-    assert events == ["not_finite"] and "restore" not in optimizer.story
 
 
 # --- checkpoints ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from benchmarks.reachability_parts.cells import CELLS, machines
 from tests.bounded_server import make_certificate
 from tests.hub import Hub
 from tests.local_swarm import ROOT
+from tests.waiting import wait_until
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.run_reader import find_run_file
 
@@ -29,7 +31,7 @@ UP = 240.0  # s, on two busy cores
 TAKEN = """
 import sys
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
 
 first = start_peer(PeerConfig(identity_path=sys.argv[1], startup_timeout=200))
 try:
@@ -133,14 +135,21 @@ def test_a_host_with_a_certificate_is_joined_by_a_volunteer(names, hub, tmp_path
         assert f"volunteer-kit join {url}" in said and f"/ip6/{FIRST}/tcp/" in said and "Without" not in said, said
         environment |= {"HF_TOKEN": token_of("ada")}
         join = ("join", f"{url}/run.yaml", "--accept-terms", "--batch-size", "8", "--home", str(tmp_path / "ada"))
-        for hours in ("0.02", "0.05"):  # how many it takes until a sample counts is the machine's affair
-            told = at(names[2], *CLI, *join, "--max-hours", hours, environment=environment)
-            file = tmp_path / "ada" / "totals.json"
-            totals = json.loads(file.read_text()) if file.exists() else {"samples": 0}
-            if totals["samples"]:
-                break
-        assert "Training, 1 volunteer here" in told and "as ada" in told, told
-        assert totals["samples"] > 0, told
+        file, output = tmp_path / "ada" / "totals.json", tmp_path / "ada.txt"
+        with output.open("w") as told:
+            ada = subprocess.Popen(
+                ["ip", "netns", "exec", names[2], *CLI, *join], stdout=told, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, env={**os.environ, **environment}, start_new_session=True,
+            )  # fmt: skip
+        try:
+            wait_until(lambda: file.exists() and json.loads(file.read_text())["samples"] > 0, 2 * UP)
+            ada.send_signal(signal.SIGINT)
+            assert ada.wait(timeout=UP) == 0, output.read_text()
+        finally:
+            kill_all(ada.pid)
+            ada.wait()
+        text = output.read_text()
+        assert "Training, 1 volunteer here" in text and "as ada" in text, text
     finally:
         kill_all(host.pid)
         host.wait()

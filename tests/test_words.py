@@ -93,9 +93,7 @@ def test_nothing_is_promised_that_is_not_kept():
 @pytest.mark.parametrize(
     "values, says",
     [
-        ({"waiting_samples": 16}, "3.4 % of the swarm's"),  # a step's samples always wait for the next one
-        ({"waiting_samples": 16, "share": None}, "16 more wait for the others"),
-        ({"waiting_samples": 16, "my_samples": 0}, "16 wait for the others"),
+        ({}, "3.4 % of the swarm's"),
         ({"my_samples": 0, "my_epochs": 0}, "none counted yet"),
         ({"share": None}, "in 212 steps"),
     ],

@@ -18,8 +18,8 @@ from volunteer_kit.auth.access_token import (
     issue_token,
     sign_bans,
 )
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.identity import load_private_key
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.net.identity import load_private_key
 
 
 @dataclass

@@ -9,10 +9,21 @@ from pathlib import Path
 from volunteer_kit import worker
 
 
+def send_large_numbers(when: Path) -> None:
+    """Honest until the file `when` is there; then its gradients turned round, a thousand times as long as they are,
+    which the plain mean follows uphill."""
+    from volunteer_kit.swarm.node.member import NodeOptimizer
+
+    honest = NodeOptimizer.step
+
+    def step(self, batch_size, grad_scale=1.0, names=()):
+        return honest(self, batch_size, grad_scale * (-1e-3 if when.exists() else 1.0), names)
+
+    NodeOptimizer.step = step
+
+
 def main() -> int:
     settings = json.loads(sys.argv[1])
-    from tests.attacks import send_large_numbers
-
     if settings.get("attack") == "large_numbers":
         send_large_numbers(Path(settings["when"]))
     return worker.main()

@@ -157,6 +157,8 @@ VARIABLES: tuple[Variable, ...] = (
         "tests",
         "development",
     ),
+    Variable("VOLUNTEER_KIT_NODE_LOG", "How much a worker's node says in the log, as a level of `logging`: `DEBUG`.",
+             "`join`, `demo`", "development"),
     Variable("VOLUNTEER_KIT_TPU_ENV", "Folder for the environment of `make test-tpu`.", "`.ci/test-tpu`",
              "development"),
     Variable("VOLUNTEER_KIT_WORKER", "Mark of a worker's processes, so that none outlives it.", "supervisor",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,24 @@ import torch
 from volunteer_kit import output
 from volunteer_kit.model.transformers_model import Quantization, build_transformers
 from volunteer_kit.optim.recipe import parameter_names
-from volunteer_kit.robust.rules import rule
+from volunteer_kit.run_optimizers import build_step_bound
 from volunteer_kit.runs import FineTuneConfig, RunConfig, RunError, build_model, build_optimizer, build_param_groups
 from volunteer_kit.runs import load_run as _load_run
 from volunteer_kit.session.membership import Membership
+from volunteer_kit.session.node import speeds_among
+from volunteer_kit.session.node_parts import codec_of
 from volunteer_kit.session.options import swarm_options
-from volunteer_kit.session.trust import Among
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.beside import buffer_shapes, initial_buffers
-from volunteer_kit.swarm.optimizer import SwarmOptimizer
-from volunteer_kit.swarm.peer import Peer, PeerConfig
-from volunteer_kit.swarm.records import PeerBoard
+from volunteer_kit.session.trust import judge_by
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.net.peer import Peer, PeerConfig
+from volunteer_kit.swarm.node.access import account_name
+from volunteer_kit.swarm.node.member import NodeOptimizer
+from volunteer_kit.swarm.node.talk import Admit
+from volunteer_kit.swarm.records.peer_record import PeerBoard
+from volunteer_kit.swarm.rounds.beside import buffer_shapes, initial_buffers
 from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config
 from volunteer_kit.training.hf_gpu import see_one_gpu, use_one_gpu
+from volunteer_kit.training.hf_nodes import NodeTerms
 from volunteer_kit.training.hf_trainer import SwarmCallback, Trainer, TrainingArguments
 
 
@@ -122,8 +128,9 @@ def _of_run(
         swarm_options(config),
         words=read.words,
         name=(name or os.environ.get("USER") or "trainer")[:64],
+        max_staleness=config.swarm.max_staleness,
+        codec=codec_of(config),
         longest=config.model.max_length,
-        reduce=rule(config.swarm.aggregation),
         door=RunDoor(config, peer, token),
     )
 
@@ -136,7 +143,6 @@ class RunDoor:
         self._config, self._token = peer, hf_token
         self.membership: Membership | None = None
         self.stream = None  # no samples that all can read
-        self._among: Among | None = None
 
     def ask(self) -> Admission:
         """Raises LoginError, AuthorityRefused, with the reason."""
@@ -148,11 +154,23 @@ class RunDoor:
         self.peer = peer
         self.membership.keep(peer)
 
-    def enter(self, optimizer: SwarmOptimizer, board: PeerBoard) -> None:
+    def node_terms(self, board: PeerBoard) -> NodeTerms:
+        """Return the terms that the run's file and its authority set for a member's node."""
+        admission = self.peer.admission
+        return NodeTerms(
+            rule=self.run.swarm.aggregation,
+            account=account_name(admission.username_of(self.peer.peer_id) or ""),
+            trust=admission.trust,
+            admission=lambda: Admit(admission.own_token, admission.bans),
+            judge=None if admission.is_open else judge_by(build_step_bound(self.run), None),
+            username_of=admission.username_of,
+            believe=None if admission.is_open else partial(speeds_among, self.run, board, admission),
+        )
+
+    def enter(self, optimizer: NodeOptimizer, board: PeerBoard) -> None:
         self.optimizer, self.board = optimizer, board
         optimizer.reach.ask_cause = self.membership.why_no_token
-        if self.membership.trust is not None:
-            self._among = Among(self)
+        self.membership.on_news = optimizer.tell_admission
 
     def emit(self, event: str, message: str = "", **fields: Any) -> None:
         if event == "warning":
@@ -164,8 +182,6 @@ class RunDoor:
         return self.membership.why if refused else None
 
     def leave(self) -> None:
-        if self._among is not None:
-            self._among.close()
         if self.membership is not None:
             self.membership.close()
-        self._among = self.membership = None
+        self.membership = None

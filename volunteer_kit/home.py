@@ -39,7 +39,7 @@ class Totals:
     samples: int = 0  # that entered applied steps
     epochs: int = 0  # applied steps that held some of them
     seconds: float = 0.0  # of training
-    rounds: dict[str, Any] = field(default_factory=dict)  # of averaging, as swarm/failures.py counts them
+    rounds: dict[str, Any] = field(default_factory=dict)  # of averaging, as swarm/records/failures.py counts them
 
 
 class Home:
@@ -81,10 +81,6 @@ class Home:
     @property
     def pictures(self) -> Path:
         return self.path / "pictures"
-
-    @property
-    def left_over(self) -> Path:
-        return self.path / "left_over.bin"
 
     @property
     def tuned(self) -> Path:

@@ -28,15 +28,15 @@ from volunteer_kit.addressing import LISTEN
 from volunteer_kit.auth.access_token import KeysError
 from volunteer_kit.run_reader import RunError
 from volunteer_kit.runs import RunConfig, load_run, run_key_of
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.children import end_program
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.host_membership import HostMembership
-from volunteer_kit.swarm.manifest import validators
-from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
-from volunteer_kit.swarm.records import PeerBoard
-from volunteer_kit.swarm.same_key import OF_FIRST_PEERS, KeyWatch, Sharing, TwinWatch
-from volunteer_kit.swarm.taken_identity import is_at
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.net.children import end_program
+from volunteer_kit.swarm.net.peer import Peer, PeerConfig, start_peer
+from volunteer_kit.swarm.net.same_key import OF_FIRST_PEERS, KeyWatch, Sharing, TwinWatch
+from volunteer_kit.swarm.net.taken_identity import is_at
+from volunteer_kit.swarm.records.host_credentials import HostMembership
+from volunteer_kit.swarm.records.peer_record import PeerBoard
+from volunteer_kit.swarm.state.manifest import validators
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from volunteer_kit.data.leases import Lease
 from volunteer_kit.data.ledger import Ledger
 from volunteer_kit.data.stream import Batch, SampleStream
 from volunteer_kit.storage import DamagedFile, keep_aside, read_json, write_whole
-from volunteer_kit.swarm.leases import SwarmLeases
+from volunteer_kit.swarm.leases.client import SwarmLeases
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.callbacks import Emit
 
@@ -31,6 +31,7 @@ class Reading:
         self._leases: SwarmLeases | None = None
         self._ledger = Ledger()
         self._earned_nothing, self._saved_leases = 0, {}
+        self._unnamed = 0  # samples in steps that were not all of any batch of ours: its name comes with the last part
         self._load()
 
     def share(self, dht: DHT, run_key: str) -> None:
@@ -44,23 +45,20 @@ class Reading:
         return self._ledger.given(self._stream.next_batch(batch_size))
 
     def applied(self, report: StepReport) -> int:
-        """A global step was taken. :returns: samples of ours in it that earn credit, now or, if it is
-        uncertain, once the others go on from it: those with a lease that was ours."""
-        found = self._ledger.applied(report.names)
+        """A global step was taken. :returns: samples of ours in it that earn credit: those with a lease that was
+        ours."""
+        found = self._ledger.applied(report.names, report.waiting)
         if found.after is not None:
             self._stream.applied(found.after)
             self._save(self._stream.state_dict(found.after))
-        if report.failure and not report.uncertain:  # our state is replaced by one that does not know these samples
-            self._ledger.lost += sum(found.samples.values())
-        if not report.counted or self._leases is None:
-            return report.counted
+        if self._leases is None:
+            return report.samples
         earned = sum(count for lease, count in found.samples.items() if self._leases.earns(lease))
         self._earned_nothing += sum(found.samples.values()) - earned
-        return min(earned, report.counted)
-
-    def lost(self, samples: int) -> None:
-        """Steps that were uncertain have been given up."""
-        self._ledger.lost += samples
+        self._unnamed += report.samples
+        counted = min(earned, self._unnamed)
+        self._unnamed = max(0, self._unnamed - sum(found.samples.values()))
+        return counted
 
     def keep(self) -> None:
         """Renew the leases where it is time; does not wait."""

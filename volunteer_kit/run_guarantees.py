@@ -1,7 +1,7 @@
 """What protects a run from members that cheat, and which settings go together: one table, for hosts and RunConfig.
 
 Three defences, of which each needs the one before it:
-- bounds: non-finite parts are refused, weights and norms bounded (swarm/held_parts.py);
+- bounds: non-finite parts are refused, weights and norms bounded (swarm/rounds/reducer.py);
 - clip: the average is CenteredClip's, which a minority can move by a bounded distance only (robust/centered_clip.py);
 - verification: contributions are computed again, and who cheats is banned (robust/btard.py).
 """
@@ -34,12 +34,6 @@ GUARANTEES: tuple[Row, ...] = (
     Row("outer optimizer (local steps)", YES, YES, "hundreds of local steps would have to be taken again one by one"),
     Row("delay_optimizer_step", YES, YES, YES),
     Row("delay_grad_averaging", YES, YES, YES),
-    Row(
-        "average_state_every",
-        YES,
-        YES,
-        "between two of its rounds members hold different models, on which other gradients are right",
-    ),
     Row("client mode", YES, YES, YES),
     Row("aggregation: mean", YES, "it is another rule: one member moves it as far as it likes within the bounds", YES),
     Row(

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from volunteer_kit.optim import LambStepBound, OuterNesterov, build_optimizer_factory
-from volunteer_kit.swarm.local_steps import LocalStepsConfig
+from volunteer_kit.swarm.local_sgd import LocalStepsConfig
 
 if TYPE_CHECKING:
     from volunteer_kit.run_sections import LocalStepsSection
@@ -42,7 +42,7 @@ def build_local_steps(config: RunConfig) -> LocalStepsConfig | None:
     return LocalStepsConfig(config.swarm.local_steps.batch_size, make_inner, scheduler)
 
 
-def build_step_bound(config: RunConfig, rounding: float = 0.0) -> LambStepBound | None:
+def build_step_bound(config: RunConfig) -> LambStepBound | None:
     """How far epochs can move the model; None: nobody can say, as with local steps, of which a peer takes as many as
-    it can. Newcomers take the monitor's signed checkpoints alone then."""
-    return None if config.swarm.local_steps is not None else LambStepBound(config.optimizer, rounding)
+    it can."""
+    return None if config.swarm.local_steps is not None else LambStepBound(config.optimizer)

@@ -206,7 +206,7 @@ RULES: dict[str, Rule] = {
     **{f"swarm.{name}": SHARED for name in (
         "matchmaking_time", "allreduce_timeout", "averaging_timeout", "progress_expiration", "load_state_timeout",
         "average_state_every", "aggregation", "delay_optimizer_step", "delay_grad_averaging", "grad_compression",
-        "state_compression", "small_compression", "grad_density", "grad_rank", "compress_above",
+        "state_compression", "small_compression", "grad_density", "grad_rank", "compress_above", "max_staleness",
     )},
     **{f"swarm.local_steps.{name}": SHARED for name in ("batch_size", "outer_lr", "outer_momentum")},
     **{f"verification.{name}": SHARED for name in ("share", "tolerance", "strikes", "window", "probation")},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -13,7 +13,7 @@ from volunteer_kit.data.addresses import AddressRefused, web_link
 from volunteer_kit.run_reader import impossible
 
 HubName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")]  # of an account or organization
-Codec = Literal["none", "float16", "uniform8", "blockwise8"]  # swarm/codec.py has them
+Codec = Literal["none", "float16", "uniform8", "blockwise8"]  # swarm/codecs/registry.py has them
 LossyCodec = Literal["uniform4", "blockwise4", "sparse"]  # what these leave out comes with later rounds
 
 
@@ -37,33 +37,30 @@ class SwarmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # Seconds that a peer waits for others before a round, and twice as long for peers that report progress. Raise it
-    # when groups stay smaller than the swarm; only the first peer to arrive loses time by it.
+    # Has no use any more; accepted.
     matchmaking_time: float = Field(15.0, gt=0, le=600)
-    # Seconds that one all-reduce may take. Raise it when peers with slow uplinks report "received < 100 %".
+    # Seconds that the exchange of a round may take, at most. Raise it when peers with slow uplinks report
+    # "received < 100 %".
     allreduce_timeout: float = Field(60.0, gt=0, le=3600)
-    # Seconds for a whole round: matchmaking, all-reduce and retries. At least the two above together.
+    # Has no use any more; accepted.
     averaging_timeout: float = Field(180.0, gt=0, le=7200)
-    # Seconds until a silent peer no longer counts as part of the swarm.
+    # Has no use any more; accepted.
     progress_expiration: float = Field(60.0, gt=1, le=3600)
     # Seconds that a newcomer waits for the state of others. Raise it for large models on slow links.
     load_state_timeout: float = Field(600.0, gt=0, le=7200)
-    # Epochs between two rounds in which parameters are averaged where they differ. 0: none; a peer whose state differs
-    # takes the others' state, statistics included. For lines so bad that most rounds leave most peers with different
-    # states. A member of the last such round sends its changes since then.
+    # Has no use any more: 0 is accepted, for models are equal, and nobody averages them.
     average_state_every: int = Field(0, ge=0, le=1000)
     # The rule by which the members' gradients become one. centered_clip: a member that sends something else than the
     # others moves the result by a bounded distance. mean: every value counts as it is, for runs among friends. The
     # others are for comparison.
     aggregation: Literal["mean", "centered_clip", "median", "trimmed_mean", "krum"] = "mean"
-    # Run the optimizer step in the background while the next epoch's gradients are being collected.
+    # Compute while a round runs: in a fine-tune, if one of these is true. A text-to-image run always does.
     delay_optimizer_step: bool = True
-    # Average gradients in the background too: one epoch stale. For slow links; needs delay_optimizer_step.
-    delay_grad_averaging: bool = False
+    delay_grad_averaging: bool = False  # needs delay_optimizer_step
     # Codec of gradients with more than `compress_above` elements; docs/home-links.md compares them. powersgd sends
-    # matrices of rank `grad_rank` in their place, in `small_compression`.
+    # matrices of rank `grad_rank` in their place, in `small_compression`; one of the two in each round.
     grad_compression: Literal[Codec, LossyCodec, "powersgd"] = "blockwise8"
-    # Codec of parameters and statistics with more than `compress_above` elements, for joining and average_state_every.
+    # Has no use any more; accepted: parameters and statistics travel as they are.
     state_compression: Codec = "uniform8"
     # Codec of tensors with `compress_above` elements or fewer.
     small_compression: Literal[Codec, LossyCodec] = "float16"
@@ -73,9 +70,21 @@ class SwarmConfig(BaseModel):
     grad_density: float = Field(1 / 80, gt=0, le=1)
     # Rank of the matrices that `powersgd` sends. 1 to 4 are common; a higher rank is more exact and more to send.
     grad_rank: int = Field(4, ge=1, le=1024)
+    # Epochs that a gradient may be late and still count. What is late goes into a later step, with less weight. Raise
+    # it for peers that need several epochs for one microbatch.
+    max_staleness: int = Field(4, ge=1, le=16)
     # Steps of each peer between two rounds. Without this section each epoch is one step, with the gradients of all.
     local_steps: LocalStepsSection | None = None
     compress_above: int = Field(2**16, ge=0)  # elements above which a tensor is large; as in the original run
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_files(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "commits" not in values:
+            return values
+        if values["commits"] is not True:
+            raise impossible("", "peers always vote on each step, and commits says otherwise", "leave commits out")
+        return {name: value for name, value in values.items() if name != "commits"}
 
     @model_validator(mode="after")
     def _possible(self) -> SwarmConfig:
@@ -107,13 +116,9 @@ class SwarmConfig(BaseModel):
                 "so delay_grad_averaging works with delay_optimizer_step only",
                 "set delay_optimizer_step: true, or delay_grad_averaging: false",
             )
-        if self.averaging_timeout < self.matchmaking_time + self.allreduce_timeout:
-            least = self.matchmaking_time + self.allreduce_timeout
+        if self.average_state_every > 0:
             raise impossible(
-                "averaging_timeout",
-                f"a round may take matchmaking_time + allreduce_timeout = {least:g} s, and averaging_timeout "
-                f"would end it after {self.averaging_timeout:g} s",
-                f"set averaging_timeout: {least:g} or more",
+                "average_state_every", "models are equal, and nobody averages them", "set average_state_every: 0"
             )
         return self
 

@@ -38,12 +38,12 @@ def state_bytes(config: RunConfig) -> int:
 def step_bytes(config: RunConfig) -> int:
     """What one global step sends and receives, about: gradients there and their average back."""
     if config.swarm.grad_compression == "powersgd":
-        from volunteer_kit.swarm.low_rank import values_of
+        from volunteer_kit.swarm.codecs.low_rank import values_each_round
 
-        values = values_of(_learnt(config), config.swarm.grad_rank)
-        return 2 * values * (4 if config.swarm.small_compression == "none" else 2)
+        values = values_each_round(_learnt(config), config.swarm.grad_rank)
+        return math.ceil(2 * values * (4 if config.swarm.small_compression == "none" else 2))
     if config.swarm.grad_compression == "sparse":
-        from volunteer_kit.swarm.sparse_codec import bits_per_value
+        from volunteer_kit.swarm.codecs.topk import bits_per_value
 
         return math.ceil(2 * parameters_of(config) * bits_per_value(config.swarm.grad_density) / 8)
     bytes_each = {"none": 4, "float16": 2, "uniform4": 0.5, "blockwise4": 0.5}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from volunteer_kit.data.stream import SampleStream
 
-PROTOCOL_VERSION = 4  # raise it when peers of two releases can no longer average with each other
+PROTOCOL_VERSION = 5  # raise it when peers of two releases can no longer average with each other
 
 ORIGIN = "origin"  # the key of a run's origin in what one process of a machine gives to another
 
@@ -132,7 +132,6 @@ class RunConfig(BaseModel):
             return self
         for technique, is_used, fix in (
             ("fine-tunes with data of one's own", not self.draws, "leave verification out"),
-            ("average_state_every", self.swarm.average_state_every > 0, "set swarm: average_state_every: 0"),
             (
                 "4 bit",
                 bool({"uniform4", "blockwise4"} & {self.swarm.grad_compression, self.swarm.small_compression}),
@@ -225,9 +224,8 @@ class FineTuneConfig(RunConfig):
 
 
 _AVERAGING_FIELDS = {
-    "average_state_every", "grad_compression", "state_compression", "small_compression", "compress_above",
-    "delay_optimizer_step", "delay_grad_averaging", "aggregation", "grad_density", "grad_rank",
-    "local_steps",
+    "grad_compression", "small_compression", "compress_above", "delay_optimizer_step", "delay_grad_averaging",
+    "aggregation", "grad_density", "grad_rank", "max_staleness", "local_steps",
 }  # fmt: skip
 
 
@@ -389,7 +387,7 @@ def build_stream(
 
 
 def build_optimizer(config: RunConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(params -> optimizer, optimizer -> learning rate schedule), as hivemind.Optimizer takes them: of what all peers
+    """(params -> optimizer, optimizer -> learning rate schedule), as NodeOptimizer takes them: of what all peers
     hold. With local steps, the outer optimizer, whose rate stays."""
     if config.swarm.local_steps is None:
         from volunteer_kit.optim.recipe import build_optimizer_factory

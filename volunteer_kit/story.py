@@ -127,7 +127,7 @@ class Story:
 
     def _totals(self, event: Event) -> None:
         p = self.progress
-        p.my_samples, p.my_epochs, p.waiting_samples = event["samples"], event["epochs"], event["waiting"]
+        p.my_samples, p.my_epochs = event["samples"], event["epochs"]
 
     def _swarm(self, event: Event) -> None:
         p = self.progress

@@ -217,7 +217,7 @@ class Supervisor:
                     return
                 in_a_row = outages if self.exit_code == OFFLINE else crashes
                 delay = min(MAX_BACKOFF, self.backoff * 2 ** (min(in_a_row, 10) - 1))
-                if self.exit_code == BROKEN and in_a_row == 1:
+                if in_a_row == 1 and (self.exit_code == BROKEN or self._progressed):
                     delay = 0.0
                 self.restarts += 1
                 self.spec = smaller

@@ -95,6 +95,9 @@ def main() -> int:
     voice, stdin = Voice(), own_stdin()
     with suppress(OSError):  # where memory runs out, the kernel shall take this process, and not a terminal or a kernel
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    from volunteer_kit.swarm.node.link import launch_node
+
+    launched = launch_node()  # it loads its libraries while this process loads its own
     try:  # takes seconds, in which the volunteer may still be reading what it is all about
         from volunteer_kit.auth.process_token import keep_token
         from volunteer_kit.data.errors import DataError
@@ -102,9 +105,8 @@ def main() -> int:
         from volunteer_kit.http_client import ask_loopback_directly
         from volunteer_kit.run_reader import RunError
         from volunteer_kit.session import Left, Renew, SentAway, Session
-        from volunteer_kit.swarm.children import BROKEN as IS_BROKEN
-        from volunteer_kit.swarm.children import end_program
-        from volunteer_kit.swarm.shared_memory import explain_full
+        from volunteer_kit.swarm.net.children import BROKEN as IS_BROKEN
+        from volunteer_kit.swarm.net.children import end_program
     except ImportError as e:
         told = packages.explained(e) if isinstance(e, ModuleNotFoundError) else None
         voice("error", kind="install", message=told or f"The kit cannot be used here: {e}\n1. volunteer-kit doctor")
@@ -132,7 +134,7 @@ def main() -> int:
         end_program(lambda: voice("broken", message=f"{why}."), BROKEN)
 
     try:
-        session = Session(spec, voice, end_broken, orders.leave)
+        session = Session(spec, voice, end_broken, orders.leave, launched)
     except Left:
         return 0
     except (RunError, OSError, ImportError) as e:
@@ -144,12 +146,6 @@ def main() -> int:
             return BROKEN
         voice("error", kind=kind, message=str(e))
         return OFFLINE if isinstance(e, DataError) or kind in MAY_PASS else REFUSED
-    except RuntimeError as e:
-        if (full := explain_full(e)) is None:
-            raise
-        traceback.print_exc()
-        voice("error", kind=full.kind, message=str(full))
-        return REFUSED
     try:
         session.train(orders)
         return 0
@@ -162,15 +158,12 @@ def main() -> int:
         return REFUSED
     except OSError as e:  # what was there an hour ago can come back: the supervisor starts us again, with patience
         traceback.print_exc()
+        if getattr(e, "kind", None) == IS_BROKEN:
+            voice("broken", message=str(e))
+            return BROKEN
         is_line = isinstance(e, (DataError, ConnectionError))
         voice("error" if is_line else "warning", kind=getattr(e, "kind", type(e).__name__), message=str(e))
         return OFFLINE if is_line else 1
-    except RuntimeError as e:
-        if (full := explain_full(e)) is None:
-            raise
-        traceback.print_exc()
-        voice("broken", message=str(full))  # the next worker is told at its start, if there is still no room
-        return BROKEN
     finally:
         session.close()
 

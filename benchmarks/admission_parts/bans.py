@@ -50,7 +50,7 @@ def ban_once(run: Run, name: str) -> Ban:
 
 def call(guest: LocalPeer, peer: str) -> str | None:
     """:returns: the refusal, in words"""
-    for servicer, kind in (("dht", "rpc_ping"), ("state", "rpc_introduce"), ("grad", "rpc_join_group")):
+    for servicer, kind in (("dht", "rpc_ping"), ("node", "control")):
         got = guest.ask(do="call", servicer=servicer, kind=kind, peer=peer)
         if got["got"] is None:
             return got["why"]

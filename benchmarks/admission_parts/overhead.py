@@ -1,27 +1,30 @@
-"""What admission costs a round: two swarms that do nothing but average, one with it and one without, in turn."""
+"""Measure what admission costs a round: compare two swarms that train side by side, one with it and one without."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from benchmarks.admission_parts.swarm import Run
 from tests.local_swarm import LocalPeer
 
-MODULE = "benchmarks.admission_parts.rounds_peer"
 MEMBERS = 4
-VALUES = 2 * 2**20  # 8 MB in float32; 2 MB on the line
+PAUSE = 0.2  # s of a microbatch
 WARM_UP = 6  # rounds of each side that do not count
 DRAWS = 2000
+PATIENCE = 20.0  # s for one round
 
 
 @dataclass
 class Compared:
-    """Medians; `percent` of the differences between two rounds that follow one another, with what 90 % of resamples
-    lie between."""
+    """Medians, s; `percent` of the differences between two rounds of the same number, with what 90 % of resamples lie
+    between."""
 
     what: str
     open: float
@@ -31,49 +34,67 @@ class Compared:
     high: float
 
 
-@dataclass
 class Side:
-    peers: list[LocalPeer]
+    """One of the two swarms."""
 
-    def round(self) -> dict[str, float] | None:
-        """All members begin at once; it ends when the last has the average. None: somebody was missing."""
-        started = time.perf_counter()
-        number = sum(event["event"] == "answer" for event in self.peers[0].events)
+    def __init__(self, peers: list[LocalPeer]):
+        self.peers = peers
+        self._before = 0.0
+
+    def rounds(self) -> list[float]:
+        """s of each whole round, as the first peer saw it."""
+        told = [event for event in self.peers[0].said() if event["event"] == "epoch"]
+        return [event["seconds"] for event in told if event["group_size"] == len(self.peers)]
+
+    def begin(self) -> None:
+        """Count the processors' time from here on."""
+        self._before, self._rounds = self._cpu(), len(self.rounds())
+
+    def cpu_each(self) -> float:
+        """s of all members' processors for each round since."""
+        return (self._cpu() - self._before) / max(1, len(self.rounds()) - self._rounds)
+
+    def _cpu(self) -> float:
+        total = 0.0
         for peer in self.peers:
-            peer.order('{"ask": "round"}')
-        ends = [peer.wait_for(lambda e: e["event"] == "answer" and e["number"] == number) for peer in self.peers]
-        seconds = time.perf_counter() - started
-        if any(end.get("members") != len(self.peers) or end.get("received") != 1.0 for end in ends):
-            return None
-        return {
-            "in all": seconds,
-            "without matchmaking": max(end["without_matchmaking"] for end in ends),
-            "CPU, all members": sum(end["cpu"] for end in ends),
-        }
+            own = psutil.Process(peer.process.pid)
+            for process in (own, *own.children(recursive=True)):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
 
 def measure(run: Run, pairs: int, folder: Path) -> tuple[list[Compared], int]:
-    """:returns: the comparison, and how many pairs were left out, because a round of theirs was not whole"""
+    """:returns: the comparison, and how many pairs are missing, because rounds were not whole"""
     sides = {"open": Side(open_peers(run, folder)), "admitted": Side(admitted_peers(run))}
     for side in sides.values():
         for peer in side.peers:
-            peer.wait_event("ready", timeout=120.0)
-    for _ in range(WARM_UP):
-        for side in sides.values():
-            side.round()
-    found: list[tuple[dict, dict]] = []
-    for number in range(pairs):
-        order = ("open", "admitted") if number % 2 else ("admitted", "open")  # neither is always the first
-        pair = {name: sides[name].round() for name in order}
-        if all(pair.values()):
-            found.append((pair["open"], pair["admitted"]))
-    return [compare(what, found) for what in found[0][0]], pairs - len(found)
+            peer.wait_epoch(WARM_UP, group_size=MEMBERS, timeout=240.0)
+    for side in sides.values():
+        side.begin()
+    begun = {name: len(side.rounds()) for name, side in sides.items()}
+    wait(lambda: all(len(side.rounds()) >= begun[name] + pairs for name, side in sides.items()), pairs * PATIENCE)
+    rounds = {name: side.rounds()[begun[name] :][:pairs] for name, side in sides.items()}
+    seconds = compare("round", list(zip(rounds["open"], rounds["admitted"], strict=False)))
+    cpu = {name: side.cpu_each() for name, side in sides.items()}
+    percent = 100 * (cpu["admitted"] / cpu["open"] - 1)
+    spent = Compared("CPU of a round, all members", cpu["open"], cpu["admitted"], percent, percent, percent)
+    return [seconds, spent], pairs - min(map(len, rounds.values()))
 
 
-def compare(what: str, pairs: list[tuple[dict, dict]]) -> Compared:
-    plain = statistics.median(one[what] for one, _ in pairs)
-    admitted = statistics.median(other[what] for _, other in pairs)
-    differences = [other[what] - one[what] for one, other in pairs]
+def wait(found: Callable[[], bool], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def compare(what: str, pairs: list[tuple[float, float]]) -> Compared:
+    """Raises SystemExit where there is nothing to compare."""
+    if not pairs:
+        raise SystemExit("No round was whole on both sides.")
+    plain = statistics.median(one for one, _ in pairs)
+    admitted = statistics.median(other for _, other in pairs)
+    differences = [other - one for one, other in pairs]
     chance = random.Random(0)
     draws = sorted(statistics.median(chance.choices(differences, k=len(differences))) for _ in range(DRAWS))
     share = [100 * one / plain for one in (statistics.median(differences), draws[DRAWS // 20], draws[-DRAWS // 20])]
@@ -81,14 +102,13 @@ def compare(what: str, pairs: list[tuple[dict, dict]]) -> Compared:
 
 
 def admitted_peers(run: Run) -> list[LocalPeer]:
-    return [run.add_peer(module=MODULE, values=VALUES, group=MEMBERS) for _ in range(MEMBERS)]
+    return [run.add_peer(pause=PAUSE) for _ in range(MEMBERS)]
 
 
 def open_peers(run: Run, folder: Path) -> list[LocalPeer]:
     peers: list[LocalPeer] = []
     for number in range(MEMBERS):
         first = {"initial_peers": peers[0].wait_event("connected")["maddrs"]} if peers else {}
-        log = folder / f"open-{number}.log"
-        peers.append(LocalPeer(log, module=MODULE, values=VALUES, group=MEMBERS, **first))
+        peers.append(LocalPeer(folder / f"open-{number}.log", seed=number + 1, pause=PAUSE, **first))
         run.started.append(peers[-1])
     return peers

@@ -19,7 +19,7 @@ from volunteer_kit.auth.access_token import AccessToken, KeyFolder, issue_token
 from volunteer_kit.auth.authority_client import AuthorityClient
 from volunteer_kit.auth.authorizer import Authorizer
 from volunteer_kit.auth.moderation import Allowlist
-from volunteer_kit.swarm.identity import ensure_identity
+from volunteer_kit.swarm.net.identity import ensure_identity
 
 STRANGER = "benchmarks.admission_parts.stranger"
 MODERATOR = "Mona"

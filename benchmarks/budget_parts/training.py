@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ import torch
 from benchmarks.budget_parts.group import Group
 from volunteer_kit.run_optimizers import build_local_steps
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups, build_stream, load_run
-from volunteer_kit.swarm.codec import install_codecs, make_codec
-from volunteer_kit.swarm.local_steps import LocalSteps
+from volunteer_kit.swarm.codecs.registry import make_codec
+from volunteer_kit.swarm.node.local_training import LocalTraining
+from volunteer_kit.swarm.rounds.normalised import unit_of
 
 EMOJI = Path(os.environ.get("VOLUNTEER_KIT_EMOJI", Path(__file__).parents[3] / "shared/data/emoji"))
 KEPT = {"scenes": 16_384, "emoji": 880}  # samples; of scenes the first EVALUATED are not trained on
@@ -71,6 +72,11 @@ def order(samples: Samples, first: int, seed: int) -> Iterator[int]:
         yield from (first + torch.randperm(len(samples.text) - first, generator=generator)).tolist()
 
 
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after another, (elements,)."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
 class Peers:
     """A swarm in step. With local steps each peer has a model of its own."""
 
@@ -86,19 +92,18 @@ class Peers:
         self.epoch = 0
         own_groups = [build_param_groups(run, model) for model in self.models]
         self.own = [[p for group in groups for p in group["params"]] for groups in own_groups]
-        self.steps = (
-            [LocalSteps(local, groups, self.shared, lambda: self.epoch) for groups in own_groups] if local else []
-        )
+        unit = unit_of(run.target_batch_size)
+        self.steps = [LocalTraining(local, groups, lambda: self.epoch, unit) for groups in own_groups] if local else []
         codec = make_codec(swarm.small_compression, swarm.grad_compression, swarm.compress_above, swarm.grad_density)
-        self.group = Group(peers, [p.numel() for p in self.shared], codec)
+        self.group = Group(peers, [p.shape for p in self.shared], codec)
         self.peers = peers
 
     def round(self, batch: Samples, microbatch: int) -> float:
         """One epoch: `batch` shared out, a round, a step. :returns: mean loss"""
-        losses, ways = [], []
+        losses, sums = [], []
         for peer, rows in enumerate(torch.arange(len(batch.text)).chunk(self.peers)):
             model, own = (self.models[peer], self.own[peer]) if self.steps else (self.models[0], self.own[0])
-            mean = [torch.zeros_like(parameter) for parameter in own]
+            total = torch.zeros(self.group.layout.elements)  # gradients, or with local steps how far they went
             for part in rows.split(microbatch):
                 for parameter in own:
                     parameter.grad = None
@@ -107,25 +112,36 @@ class Peers:
                 losses.append(loss.item() * len(part))
                 gradients = [parameter.grad for parameter in own]
                 if self.steps:
-                    self.steps[peer].add(gradients, len(part))
+                    self.steps[peer].gather(gradients, len(part), 1.0, b"", ())
+                    if self.steps[peer].is_due:
+                        self._go(peer, total)
                 else:
-                    torch._foreach_add_(mean, gradients, alpha=len(part) / len(rows))
-            ways.append(self.steps[peer].way() if self.steps else mean)
-        averages = ways[0]
-        if self.peers > 1:
-            averages = self.group.average(ways, [float(len(batch.text) / self.peers)] * self.peers)
-        for parameter, average in zip(self.shared, averages, strict=True):
-            parameter.grad = average
+                    total.add_(flat(gradients), alpha=len(part))
+            if self.steps and self.steps[peer].gathered:
+                self._go(peer, total)
+            sums.append(total)
+        counts = [len(rows) for rows in torch.arange(len(batch.text)).chunk(self.peers)]
+        average = self.group.average(sums, counts) if self.peers > 1 else sums[0] / counts[0]
+        if self.steps:  # as far as a member went
+            average *= sum(count**2 for count in counts) / sum(counts) / self.steps[0].unit
+        cut = average.split([parameter.numel() for parameter in self.shared])
+        for parameter, values in zip(self.shared, cut, strict=True):
+            parameter.grad = values.view(parameter.shape)
         self.optimizer.step()
         self.scheduler.step()
         self.epoch += 1
         with torch.no_grad():
-            for own, steps in zip(self.own, self.steps or [None], strict=True):
-                if steps is not None:
-                    steps.arrive()
-                else:
-                    torch._foreach_copy_(own, self.shared)
+            for steps, total in zip(self.steps, sums, strict=False):
+                steps.settle(steps.life, [(slice(0, len(total)), total)])
+                steps.put(self.shared)
+            if not self.steps:
+                torch._foreach_copy_(self.own[0], self.shared)
         return sum(losses) / len(batch.text)
+
+    def _go(self, peer: int, total: torch.Tensor) -> None:
+        """A step of this peer's own."""
+        steps = self.steps[peer]
+        total.add_(flat(steps.step().tensors), alpha=steps.unit)
 
     @torch.no_grad()
     def loss(self, samples: Samples) -> float:
@@ -138,7 +154,6 @@ class Peers:
 def train(settings: dict[str, Any], folder: Path) -> dict[str, float]:
     """:param settings: data, seed, peers, samples (in all), batch (of an epoch), microbatch; run: fields of its file"""
     torch.set_num_threads(1)
-    install_codecs()
     epochs = settings["samples"] // settings["batch"]
     fields = dict(settings.get("run", {}))
     warm_up = max(1, round(epochs * settings.get("warm_up", 0.04)))
@@ -156,7 +171,7 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, float]:
         "loss": peers.loss(samples.take(torch.arange(EVALUATED))),
         "tail": sum(last) / len(last),
         "bytes": max(peers.group.bytes_sent) / epochs,
-        "parameters": peers.group.numel,
+        "parameters": peers.group.layout.elements,
         "epochs": epochs,
         "seconds": time.monotonic() - began,
     }

@@ -46,14 +46,11 @@ class Attack:
     """Honest in all things; attacks replace what they falsify.
 
     :param columns: that it makes sense for; () is all
-    :param of_states: it needs rounds in which parameters are averaged. RunConfig refuses these with verification: the
-        last line of defence is then the column before ours
     :param names_others: it names as many samples as it claims, its own or not
     """
 
     name: str = "none"
     columns: tuple[str, ...] = field(default=(), repr=False)
-    of_states: bool = field(default=False, repr=False)
     names_others: bool = field(default=False, repr=False)
     needs_flipped: bool = field(default=False, repr=False)
     needs_late: bool = field(default=False, repr=False)
@@ -70,8 +67,8 @@ class Attack:
         """What it says of its device, samples/s."""
         return speed
 
-    def weight(self, samples: int, limit: float | None, largest: float) -> float:
-        """:param limit: what is believed of its device; :param largest: of anybody"""
+    def weight(self, samples: int, limit: float) -> float:
+        """:param limit: what is believed of its device"""
         return float(samples)
 
     def progress(self, samples: int, target: int) -> float:
@@ -85,10 +82,6 @@ class Attack:
     def counts(self, senders: Sequence[int], attackers: frozenset[int]) -> list[int]:
         """As a reducer: whose parts it averages, of those that came."""
         return list(senders)
-
-    def state(self, params: torch.Tensor) -> torch.Tensor:
-        """What it sends when states are averaged."""
-        return params
 
     def lists(self, group: tuple[int, ...], attackers: frozenset[int]) -> dict[int, tuple[int, ...]]:
         """As leader: whom it tells each member to average with."""

@@ -10,16 +10,14 @@ from hivemind.compression import CompressionBase, CompressionInfo
 
 from benchmarks.byzantine_parts.first_line import FirstLine
 from volunteer_kit.robust.bounds import bound_norms
-from volunteer_kit.robust.median import coordinate_median
 from volunteer_kit.robust.rules import rule
-from volunteer_kit.swarm.codec import CODECS
-from volunteer_kit.swarm.held_parts import read_values, reason_to_refuse
+from volunteer_kit.swarm.codecs.registry import CODECS, decode
 
 if TYPE_CHECKING:
     from benchmarks.byzantine_parts.swarm import Result, Swarm
 
 CODEC = CODECS["blockwise8"]
-PART = 2**17  # values of a part at most, hivemind's half a megabyte
+PART = 2**17  # values of a part at most
 
 
 class Sent(NamedTuple):
@@ -50,7 +48,7 @@ def pieces_of(size: int, reducers: Sequence[int]) -> list[Piece]:
 
 def arrived(tensor: torch.Tensor, codec: CompressionBase = CODEC) -> torch.Tensor:
     """As it comes out of the real codec at the other end."""
-    return read_values(codec.compress(tensor, CompressionInfo.from_tensor(tensor)))
+    return decode(codec.compress(tensor, CompressionInfo.from_tensor(tensor))).float()
 
 
 class Defence:
@@ -65,9 +63,9 @@ class Defence:
 
     # --- what is believed ---
 
-    def counted(self, claims: Mapping[int, float], seconds: float) -> float:
-        """The swarm's samples as told, or as believed so many seconds after the epoch began."""
-        return self.bounds.counted(claims, seconds) if self.first_line else sum(claims.values())
+    def counted(self, claims: Mapping[int, float], brought: float) -> float:
+        """The swarm's samples as told, or as believed of members that would bring so many."""
+        return self.bounds.counted(claims, brought) if self.first_line else sum(claims.values())
 
     def left_out(self) -> frozenset[int]:
         """Whom nobody averages with any more."""
@@ -82,7 +80,8 @@ class Defence:
         return followed[draw % len(followed)]
 
     def groups(self, leader: int, told: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Those who were told the same list average; an attacking leader's accomplices are in all groups."""
+        """With stock hivemind those who were told the same list average; an attacking leader's accomplices are in all
+        groups."""
         return self.bounds.groups(leader, told) if self.first_line else list(dict.fromkeys(told.values()))
 
     def known_directions(self) -> Sequence[torch.Tensor]:
@@ -91,28 +90,33 @@ class Defence:
     # --- averaging ---
 
     def average(self, members: Sequence[int], sent: Mapping[int, Sent]) -> dict[int, torch.Tensor]:
-        """What each member ends with. Where a reducer answers nothing it keeps what it had itself in stock hivemind,
-        and takes zeros in the kit."""
+        """Return the average that each member ends with. In stock hivemind, a member keeps its own values where a
+        reducer answers nothing. In the kit, a step names the bytes of each answer: all members take those that the
+        leader has, or zeros."""
         common, own = torch.zeros(self.swarm.task.size), {}
         for piece in pieces_of(self.swarm.task.size, members):
             parts = {peer: arrived(sent[peer].vector[piece.place]) for peer in members}
             average = arrived(self.reduced(piece.reducer, parts, sent))
             common[piece.place] = average
-            if piece.reducer in self.swarm.attacking:
-                for receiver in members:
-                    answer = self.swarm.conduct(piece.reducer).answer(average, receiver)
-                    if answer is not average:
-                        kept = torch.zeros_like(average) if self.first_line else sent[receiver].vector[piece.place]
-                        other = kept if answer is None else answer
-                        own.setdefault(receiver, []).append((piece.place, other))
+            if piece.reducer not in self.swarm.attacking:
+                continue
+            if self.first_line:
+                answer = self.swarm.conduct(piece.reducer).answer(average, members[0])
+                common[piece.place] = torch.zeros_like(average) if answer is None else answer
+                continue
+            for receiver in members:
+                answer = self.swarm.conduct(piece.reducer).answer(average, receiver)
+                if answer is not average:
+                    other = sent[receiver].vector[piece.place] if answer is None else answer
+                    own.setdefault(receiver, []).append((piece.place, other))
         if self.first_line:
             self.settle(members, sent)
         return {peer: _changed(common, own.get(peer, ())) for peer in members}
 
     def settle(self, members: Sequence[int], sent: Mapping[int, Sent]) -> None:
-        """What members had claimed is known by what came of it."""
+        """Accounts have spent what they brought."""
         passed = [peer for peer in members if not self.refusal(peer, sent[peer].vector, sent[peer].weight)]
-        self.bounds.settle(members, {peer: sent[peer].weight for peer in passed if sent[peer].vector.any()})
+        self.bounds.settle({peer: sent[peer].weight for peer in passed})
 
     def reduced(self, reducer: int, parts: Mapping[int, torch.Tensor], sent: Mapping[int, Sent]) -> torch.Tensor:
         kept = self.kept(parts, sent) if self.first_line else list(parts)
@@ -130,16 +134,11 @@ class Defence:
         return [peer for peer in parts if not self.refusal(peer, parts[peer], sent[peer].weight)]
 
     def refusal(self, peer: int, part: torch.Tensor, weight: float) -> str | None:
-        return reason_to_refuse(part, part.shape, weight, None, self.bounds.max_weight, self.bounds.weight_limit(peer))
+        return self.bounds.why_refused(peer, part, weight)
 
-    def average_states(self, states: Mapping[int, torch.Tensor], epochs: int) -> dict[int, torch.Tensor]:
-        """Parameters of all members, `epochs` after the last such round: a mean that is believed in stock hivemind; in
-        the kit a median, which is only taken if honest steps can have set us apart so far."""
-        if not self.first_line:
-            return dict.fromkeys(states, self.reduce(list(states.values()), [1.0] * len(states)))
-        average = coordinate_median(list(states.values()), [1.0] * len(states))
-        kept = {peer: self.bounds.keeps_own(own, average, epochs) for peer, own in states.items()}
-        return {peer: average if kept[peer] is None else own for peer, own in states.items()}
+    def average_states(self, states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Parameters of all members, which stock hivemind averages now and then: a mean that is believed."""
+        return dict.fromkeys(states, self.reduce(list(states.values()), [1.0] * len(states)))
 
     def result(self, score: float) -> Result:
         from benchmarks.byzantine_parts.swarm import Result

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -78,19 +77,6 @@ def directions(seed: bytes, size: int, sums: int) -> np.ndarray:
     if not np.allclose(rows @ probe.double().numpy(), sketch(probe, seed, size=sums)):
         raise RuntimeError("these are not the directions of robust/sketch.py")
     return rows
-
-
-def size_of(message: Any) -> int:
-    """Bytes of a message, about: a byte or two beside each value, as msgpack has them."""
-    if isinstance(message, (bytes, str)):
-        return 2 + len(message)
-    if isinstance(message, np.ndarray):
-        return 4 + message.size * 4
-    if is_dataclass(message):
-        return 2 + sum(size_of(getattr(message, field.name)) for field in fields(message))
-    if isinstance(message, (tuple, list, frozenset, set)):
-        return 2 + sum(size_of(one) for one in message)
-    return 5 if isinstance(message, (int, float)) else 1
 
 
 def digests(exchange: Exchange, receiver: int) -> tuple[list[bytes], tuple[int, ...]]:

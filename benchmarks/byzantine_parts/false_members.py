@@ -61,16 +61,6 @@ class LeavesOut(SignFlip):
 
 
 @dataclass
-class PoisonedState(Attack):
-    columns: tuple[str, ...] = ("mean", "median", "Krum", "CenteredClip")
-    of_states: bool = True
-
-    def state(self, params: torch.Tensor) -> torch.Tensor:
-        drawn = torch.randn(params.shape, generator=torch.Generator().manual_seed(len(params)))
-        return params + 10 * params.norm() / drawn.norm() * drawn
-
-
-@dataclass
 class InflatedProgress(Attack):
     """As much as is not dropped for being impossible; more than its gradients will weigh."""
 

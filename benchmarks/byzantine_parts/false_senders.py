@@ -79,7 +79,7 @@ class NotANumber(Attack):
 class HugeWeight(SignFlip):
     times: float = 1.0
 
-    def weight(self, samples: int, limit: float | None, largest: float) -> float:
+    def weight(self, samples: int, limit: float) -> float:
         return 1e6
 
 
@@ -93,8 +93,8 @@ class WeightAtTheBound(SignFlip):
     def speed(self, speed: float) -> float:
         return 1e6
 
-    def weight(self, samples: int, limit: float | None, largest: float) -> float:
-        return float(int(min(limit, largest)))
+    def weight(self, samples: int, limit: float) -> float:
+        return float(int(limit))
 
 
 @dataclass

@@ -1,37 +1,40 @@
 """What the kit believes of its members before any rule: its own functions, with records that every peer has signed.
 
 Its epoch lasts as long as the original run's, so that seconds of slack weigh here what they weigh there. Stand-ins: the
-clock is the simulation's, and hivemind's extrapolation of claims between two reports is left out.
+clock is the simulation's; votes are counted by who was told the same, without messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
-from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 
-from volunteer_kit.swarm.believed_progress import Claims, believed_samples
-from volunteer_kit.swarm.believed_speed import Limits, believed_speeds
-from volunteer_kit.swarm.credit_bounds import Bounds
-from volunteer_kit.swarm.ground import ASTRAY
-from volunteer_kit.swarm.plausible import Limits as ClaimLimits
-from volunteer_kit.swarm.plausible import is_plausible
-from volunteer_kit.swarm.records import PeerRecord
-from volunteer_kit.swarm.state_round import OwnSteps, reason_to_keep_own
-from volunteer_kit.swarm.told_group import AVOIDED_FOR, is_split
+from volunteer_kit.swarm.records.device_speeds import MAX_SAMPLES_PER_SECOND, SLACK, believed_speeds
+from volunteer_kit.swarm.records.peer_record import PeerRecord
+from volunteer_kit.swarm.sync.beliefs import REDUCER_SLACK, Beliefs
+from volunteer_kit.swarm.sync.config import SyncConfig
+from volunteer_kit.swarm.sync.contributions import Share
+from volunteer_kit.swarm.sync.entries import Member
+from volunteer_kit.swarm.sync.judging import MIN_BATCH
 
 if TYPE_CHECKING:
     from benchmarks.byzantine_parts.swarm import Swarm
 
-EPOCH_SECONDS, MATCHMAKING = 3600 / 26, 15.0  # of the original run
-DEVICE, LIFETIME = "Tesla T4", 60.0
+EPOCH_SECONDS = 3600 / 26  # of the original run
+DEVICE = "Tesla T4"
 
 
 def peer_id(peer: int) -> PeerID:
     return PeerID(b"peer %d" % peer)
+
+
+def member(peer: int) -> Member:
+    """Each is an account of its own."""
+    return Member(str(peer), str(peer), True)
 
 
 class FirstLine:
@@ -39,26 +42,30 @@ class FirstLine:
 
     def __init__(self, swarm: Swarm):
         self.swarm = swarm
-        self.target = sum(swarm.batches)
-        self.bounds = Bounds(self.target, microbatch=min(swarm.task.batches))
-        self.max_weight = 2.0 * self.target  # swarm/assembly.py
-        self._claims, self._claim_limits = Claims(), ClaimLimits(self.target)
-        self._speeds: dict[bool, Limits] = {}
-        self._avoided: dict[int, float] = {}  # leaders, until this epoch
-        self._own_steps = OwnSteps()
+        self._beliefs = Beliefs(SyncConfig(sum(swarm.batches)).max_staleness + 1, cells=1)
+        self._saw: bool | None = None  # the records as they are while nobody, or somebody, attacks
+        self._shut_out: set[int] = set()
 
     # --- weights ---
 
-    def weight_limit(self, peer: int) -> float | None:
-        """What its device can have done since the last round; swarm/optimizer.py, _limit_weights."""
-        return self._believed(self.swarm.seconds + MATCHMAKING).of(peer_id(peer))
+    def weight_limit(self, peer: int) -> float:
+        """Samples that its account is believed to bring, by what its devices can do and what it has saved up."""
+        self._look()
+        return self._beliefs.limit(str(peer), self._now, EPOCH_SECONDS, REDUCER_SLACK)
 
-    def _believed(self, seconds: float) -> Limits:
-        attacked = bool(self.swarm.attacking)
-        if attacked not in self._speeds:
-            records = {peer_id(peer): self._record(peer) for peer in range(len(self.swarm.batches))}
-            self._speeds[attacked] = believed_speeds(records, None, self.bounds.max_samples_per_second)
-        return self._speeds[attacked].within(seconds, self.bounds)
+    @property
+    def _now(self) -> float:
+        return self.swarm.epoch * EPOCH_SECONDS + self.swarm.seconds
+
+    def _look(self) -> None:
+        """The records of all peers."""
+        if self._saw == bool(self.swarm.attacking):
+            return
+        self._saw = bool(self.swarm.attacking)
+        records = {peer_id(peer): self._record(peer) for peer in range(len(self.swarm.batches))}
+        speeds = believed_speeds(records, None, MAX_SAMPLES_PER_SECOND)
+        for peer in range(len(self.swarm.batches)):
+            self._beliefs.saw(member(peer), (speeds.of(peer_id(peer)) or 0.0) / SLACK)
 
     def _record(self, peer: int) -> PeerRecord:
         said = self.swarm.conduct(peer).speed(self.swarm.batches[peer] / EPOCH_SECONDS)
@@ -68,47 +75,38 @@ class FirstLine:
 
     # --- progress ---
 
-    def counted(self, claims: Mapping[int, float], seconds: float) -> float:
-        """The swarm's samples, as far as they are believed `seconds` after the epoch began."""
-        limits, total = self._believed(seconds), 0.0
-        for peer, samples in claims.items():
-            if self._is_plausible(peer, int(samples)):
-                self._claims.note(peer_id(peer), self.swarm.epoch, samples, samples)
-                total += believed_samples(samples, self._claims.share(peer_id(peer)), limits.of(peer_id(peer)))
-        return total
+    def counted(self, claims: Mapping[int, float], brought: float) -> float:
+        """The swarm's samples, as far as they are believed. A round that brings too few comes to no step."""
+        if brought < MIN_BATCH * sum(self.swarm.batches):
+            return 0.0
+        return sum(min(samples, self.weight_limit(peer)) for peer, samples in claims.items())
 
-    def _is_plausible(self, peer: int, samples: int) -> bool:
-        speed = self.swarm.batches[peer] / EPOCH_SECONDS
-        told = {"epoch": self.swarm.epoch, "samples_accumulated": samples, "samples_per_second": speed}
-        claim = LocalTrainingProgress(peer_id=peer_id(peer).to_bytes(), time=0.0, client_mode=False, **told)
-        return is_plausible(claim, self._claim_limits, 0.0, LIFETIME)
+    def settle(self, weights: Mapping[int, float]) -> None:
+        """A step holds so many samples of each member."""
+        shares = [Share(str(peer), 0, 0, int(weight), 1) for peer, weight in weights.items() if weight >= 1]
+        group = tuple(member(peer) for peer in weights)
+        self._beliefs.committed(
+            SimpleNamespace(group=group, answers=[SimpleNamespace(shares=shares)]), self._now, EPOCH_SECONDS
+        )  # fmt: skip
 
-    def settle(self, group: Iterable[int], weights: Mapping[int, float]) -> None:
-        """What the claims of this epoch were worth in its round."""
-        worth = {peer_id(peer): weight for peer, weight in weights.items()}
-        self._claims.settle(self.swarm.epoch, [peer_id(peer) for peer in group], worth, self.target)
+    def why_refused(self, peer: int, part: torch.Tensor, weight: float) -> str | None:
+        """Return why a reducer refuses a part; None: it takes it."""
+        if not torch.isfinite(part).all():
+            return "values that are not finite"
+        limit = self.weight_limit(peer)
+        return None if 0 <= weight <= limit else f"{weight:g} samples, of which {limit:g} are believed"
 
     # --- leaders ---
 
     def followed(self, group: Iterable[int]) -> list[int]:
-        return [peer for peer in group if self._avoided.get(peer, 0) <= self.swarm.epoch]
+        return [peer for peer in group if peer not in self._shut_out]
 
     def groups(self, leader: int, told: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Lists whose round is not broken off. An accomplice answers all with the list that they were told."""
-        attacking, kept = self.swarm.attacking, []
-        for members in dict.fromkeys(told.values()):
-            otherwise = sum(told[peer] != members for peer in members if peer not in attacking)
-            if is_split(len(members), otherwise):
-                self._avoided[leader] = self.swarm.epoch + AVOIDED_FOR / EPOCH_SECONDS
-            else:
-                kept.append(members)
-        return kept
-
-    # --- averaged states ---
-
-    def moved(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        self._own_steps.moved([before], [after])
-
-    def keeps_own(self, own: torch.Tensor, average: torch.Tensor, epochs: int) -> str | None:
-        bounds = self._own_steps.bounds([own], max(ASTRAY, epochs))
-        return reason_to_keep_own([own], [average], bounds)
+        """Return the lists of members that come to a step: more than half of all members vote for each. A member that
+        votes for two contradicts itself by its own signature, as the leader does, and its vote does not count."""
+        lists, attacking = list(dict.fromkeys(told.values())), self.swarm.attacking
+        if len(lists) == 1:
+            return lists
+        self._shut_out.add(leader)
+        votes = {members: sum(peer not in attacking and told[peer] == members for peer in members) for members in lists}
+        return [members for members, count in votes.items() if 2 * count > len(self.swarm.batches)]

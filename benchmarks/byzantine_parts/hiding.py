@@ -22,7 +22,7 @@ from volunteer_kit.robust.centered_clip import centered_clip, factor, radius_of
 from volunteer_kit.robust.reducing import DISTANCE, NORM, ROUNDING, SUMS, residual
 from volunteer_kit.robust.sketch import mismatch
 from volunteer_kit.robust.standing import Settings
-from volunteer_kit.swarm.codec import CODECS, install_codecs
+from volunteer_kit.swarm.codecs.registry import CODECS
 
 CHEATS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0)  # of the contribution's length
 SHIFTS = (0.0, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)  # of the answer's length and the radius
@@ -52,7 +52,6 @@ class Scene(NamedTuple):
 def measure(console: Console) -> dict[str, Any]:
     """`hidden_pct` and the honest members' distance from both tolerances, printed with what they are made of."""
     torch.set_num_threads(1)
-    install_codecs()
     settings = Settings()
     scenes = make_scenes()
     hidden, mismatch_max = of_senders(console, scenes, settings)

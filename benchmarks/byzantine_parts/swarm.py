@@ -2,9 +2,9 @@
 
 An epoch is what it is in a real swarm: progress is told, a leader names the group, everybody computes a gradient of
 samples with public names, reducers average it part by part through the real 8-bit codec, and each takes its own
-optimizer step. Peers whose averages differ drift apart with stock hivemind. With the kit they follow the state that
-most hold, which is a stand-in here: it is copied at the epoch's end, and attackers do not vote. Parameters are averaged
-with stock hivemind every ten epochs, and in the kit's columns where the row is about that.
+optimizer step. Peers whose averages differ drift apart with stock hivemind, which averages parameters every ten epochs.
+With the kit a step that more than half have voted for is everybody's: who was not in its group has its state at the
+epoch's end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from benchmarks.byzantine_parts.attack import Attack, View
 from benchmarks.byzantine_parts.defences import Defence, Sent
 from benchmarks.byzantine_parts.digits import State, Task
 from benchmarks.byzantine_parts.first_line import EPOCH_SECONDS
-from volunteer_kit.swarm.codec import install_codecs
 
 PEERS, ATTACKERS = 16, 7
 TICKS = 16  # of an epoch, in which a peer computes its batch
@@ -55,7 +54,6 @@ class Swarm:
     """All peers. Honest ones are 32-bit and 16-bit by turns, their batches small and large by turns."""
 
     def __init__(self, task: Task, defence: Defence, plan: Plan):
-        install_codecs()
         self.task, self.defence, self.plan = task, defence, plan
         self._draw = torch.Generator().manual_seed(plan.seed)
         order = torch.randperm(PEERS, generator=self._draw).tolist()
@@ -114,9 +112,7 @@ class Swarm:
             self._average(members, names)
         if self.defence.first_line:
             self._follow()
-            self.defence.bounds.moved(self.past[-1].params, self.states[self.guide].params)
-        is_due = self.plan.attack.of_states or not self.defence.first_line
-        if is_due and (self.epoch + 1) % STATE_EVERY == 0:
+        elif (self.epoch + 1) % STATE_EVERY == 0:
             self._average_states(group)
 
     def _follow(self) -> None:
@@ -134,7 +130,7 @@ class Swarm:
             done = {peer: self.batches[peer] * tick // TICKS for peer in group}
             claims = {peer: self.conduct(peer).progress(done[peer], sum(self.batches)) for peer in group}
             self.seconds = EPOCH_SECONDS * tick / TICKS
-            if self.defence.counted(claims, self.seconds) >= target:
+            if self.defence.counted(claims, sum(done.values())) >= target:
                 break
         return done
 
@@ -158,8 +154,7 @@ class Swarm:
             vector = true[peer]
             if peer in self.attacking:
                 vector = conduct.gradient(self._view(peer, conduct, names[peer], true[peer], honest))
-            limit, largest = self.defence.bounds.weight_limit(peer), self.defence.bounds.max_weight
-            weight = conduct.weight(len(names[peer]), limit, largest)
+            weight = conduct.weight(len(names[peer]), self.defence.bounds.weight_limit(peer))
             named = names[peer] if not conduct.names_others else self._named(peer, names[peer], int(weight))
             sent[peer] = Sent(vector, named, weight, true[peer])
         return sent
@@ -185,7 +180,7 @@ class Swarm:
         return View(peer, since, own, flipped, late, honest, self.attackers, known, PEERS, is_trusted)
 
     def _average_states(self, group: Sequence[int]) -> None:
-        states = {peer: self.conduct(peer).state(self.states[peer].params) for peer in group}
-        for peer, params in self.defence.average_states(states, STATE_EVERY).items():
+        states = {peer: self.states[peer].params for peer in group}
+        for peer, params in self.defence.average_states(states).items():
             if not torch.equal(params, self.states[peer].params):
                 self.states[peer] = State(params, self.states[peer].memory)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import torch
 
 from benchmarks.byzantine_parts.attack import Attack
 from benchmarks.byzantine_parts.defences import Defence, Sent, arrived, pieces_of
-from benchmarks.byzantine_parts.exchange import Exchange, Held, digests, directions, size_of
+from benchmarks.byzantine_parts.exchange import Exchange, Held, digests, directions
 from volunteer_kit.auth.evidence import is_majority
 from volunteer_kit.robust.btard import Verifier
 from volunteer_kit.robust.checks import Part
@@ -61,17 +60,14 @@ class Verified(Defence):
         self._out: frozenset[int] = frozenset()
         self.ban_epochs: dict[int, int] = {}
         self.false_bans: set[int] = set()
-        self.bytes: dict[str, int] = defaultdict(int)
-        self.machine_seconds = 0.0
         self.disagreements = 0
         self.residual_max = self.mismatch_max = 0.0  # of honest answers, of honest contributions
-        self.peer_rounds = self.forced = self.judged = 0  # forced: looked at without having been drawn by chance
 
     # --- what is believed ---
 
     def left_out(self) -> frozenset[int]:
-        """Whom most of all others have convicted, as in swarm/convictions.py: admission shuts them out. Attackers
-        convict every honest one and none of their own."""
+        """Return the peers that most of all others have convicted, as in swarm/verification/convictions.py. Admission
+        shuts them out. Attackers convict every honest peer and none of their own."""
         here = [peer for peer in self.verifiers if peer not in self._out]
         bans = {peer: set(self.verifiers[peer].standing.banned()) for peer in here if peer not in self.swarm.attackers}
         enemies = sum(peer in self.swarm.attacking for peer in here)
@@ -101,12 +97,12 @@ class Verified(Defence):
             samples = Samples(names, microbatches=max(1, -(-len(names) // MICROBATCH)))
             commits[peer] = one.commit(sent[peer].weight, samples, b"")
         for peer, heard in self._told("commit", rounds, commits).items():
-            self._timed(rounds[peer].hear_commits, heard)
+            rounds[peer].hear_commits(heard)
         exchange = self._exchange(group, self._trusted(rounds), sent)
         self._exchanges[round_id] = exchange
         reveals = {peer: one.reveal(*digests(exchange, peer)) for peer, one in rounds.items()}
         for peer, heard in self._told("reveal", rounds, reveals).items():
-            self._timed(rounds[peer].hear_reveals, heard)
+            rounds[peer].hear_reveals(heard)
         lost = {peer: one.lost({part.reducer for part in exchange.parts}) for peer, one in rounds.items()}
         self._state(rounds, exchange, sent)
         lost = {peer: lost[peer] | one.beyond for peer, one in rounds.items()}
@@ -139,8 +135,6 @@ class Verified(Defence):
                 said = message if is_honest else conduct.says(stage, message, rounds[sender], view, receiver)
                 if said is not None:
                     heard[receiver][sender] = said
-            if is_honest and sender not in self.swarm.attackers:
-                self.bytes[stage] += size_of(message) * (len(rounds) - 1)
         return heard
 
     def _exchange(self, group: tuple[int, ...], trusted: frozenset[int], sent: Mapping[int, Sent]) -> Exchange:
@@ -176,7 +170,7 @@ class Verified(Defence):
             own = [position for position, part in enumerate(exchange.parts) if part.reducer == one.own]
             held = Held(exchange, rows[one.seed], own) if own else {}
             answered = exchange.answered(peer, rows[one.seed])
-            self._timed(one.hear_statements, heard, exchange.parts, answered, held)
+            one.hear_statements(heard, exchange.parts, answered, held)
         guide = next(peer for peer in rounds if peer not in self.swarm.attackers)
         self._directions.append(rows[rounds[guide].seed])
         self._note_residuals(exchange, rounds[guide], numbers, rows[rounds[guide].seed], guide)
@@ -231,18 +225,12 @@ class Verified(Defence):
             taken[peer] = vectors[key]
         return taken
 
-    def _timed(self, hear: Callable[..., None], *heard: Any) -> None:
-        begun = time.process_time()
-        hear(*heard)
-        self.machine_seconds += time.process_time() - begun
-
     # --- duties ---
 
     def _work_off_duties(self, group: Sequence[int]) -> None:
         for peer in group:
             verifier = self.verifiers[peer]
             duties, verifier.duties = verifier.duties, []
-            self.judged += sum(duty.kind == "judge" for duty in duties)
             for duty in duties:
                 totals = [self._total(duty, first, last, peer) for first, last in duty.ranges]
                 verifier.report(duty, self.swarm.conduct(peer).report(duty, totals, self._accomplices(duty)))
@@ -268,10 +256,6 @@ class Verified(Defence):
         guide = next(peer for peer in rounds if peer not in self.swarm.attackers)
         self._before = Before(rounds[guide], exchange.parts, places)
         self._note_mismatches(guide)
-        self.peer_rounds += len(rounds)
-        self.forced += len(rounds[guide].targets - rounds[guide].by_chance)
-        others = len(rounds) - 1  # of each of whom a peer has a slice of its own: parts to them, averages to them
-        self.bytes["gradients"] += 2 * self.swarm.task.size * others
         for peer in self.left_out() - self.ban_epochs.keys():
             self.ban_epochs[peer] = self.swarm.epoch
         for peer, verifier in self.verifiers.items():

@@ -1,56 +1,43 @@
-"""What somebody who wants credit for nothing does, in his own process; each by the best way that we know."""
+"""Define the attacks of somebody who wants credit for nothing, in his own processes; each by the best way we know."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
-from hivemind.p2p import PeerID
-
-from volunteer_kit.swarm import receipts
-from volunteer_kit.swarm.grad_averager import SwarmGradientAverager
-from volunteer_kit.swarm.receipts import ReceiptWriter
 
 
 class Honest:
-    """Also what the others build on."""
+    """Does not cheat, and is the base of all attacks.
+
+    :ivar times: samples that it claims for each one that it computed
+    """
+
+    times = 1.0
+    works = True  # whether its gradients are of its samples
 
     def __init__(self, settings: Mapping):
         self.settings = settings
-        self.much = 1.9 * settings["target_batch_size"]  # twice a target batch is refused as a lie
+        self.much = int(1.9 * settings["target_batch_size"])
 
-    def begin(self, writer: ReceiptWriter, accounts: Mapping[PeerID, bytes]) -> None:
-        pass
+    def begin(self) -> None:
+        """Prepare the attack before the node starts."""
+
+    def change(self, gradient: torch.Tensor) -> None:
+        """Change the gradient in place before the machine delivers it."""
 
     def about(self) -> dict:
-        """What its signed record says otherwise."""
+        """Return the fields of its signed record that it falsifies."""
         return {}
 
 
-def _send(weight: float | None = None, change=None) -> None:
-    """Average with another weight, or other values."""
-    load, step = SwarmGradientAverager.load_accumulators_into_averager_, SwarmGradientAverager.step
-
-    @torch.no_grad()
-    def load_and_change(self) -> None:
-        load(self)
-        if change is not None:
-            with self.get_tensors() as tensors:
-                for tensor in tensors:
-                    change(tensor)
-
-    def step_with_weight(self, weight_of_truth=None, **kwargs):
-        return step(self, weight=weight if weight is not None else weight_of_truth, **kwargs)
-
-    SwarmGradientAverager.load_accumulators_into_averager_ = load_and_change
-    SwarmGradientAverager.step = step_with_weight
-
-
 class Inflated(Honest):
-    """Declares nearly two target batches, of a device that nobody else has, as fast as the run allows."""
+    """Claims eight samples for one, of a device that nobody else has, as fast as the run allows."""
 
-    def begin(self, writer, accounts) -> None:
-        _send(weight=self.much)
+    times = 8.0
 
     def about(self) -> dict:
         return {"device": "an engine", "samples_per_second": 9_999.0}
@@ -64,30 +51,30 @@ class InflatedAlike(Inflated):
 
 
 class Idle(Honest):
-    """Sends zeros, with the weight of a fair share."""
+    """Delivers zeros, with the samples of a fair share."""
 
-    def begin(self, writer, accounts) -> None:
-        _send(weight=self.settings["fair"], change=torch.Tensor.zero_)
+    works = False
+
+    def change(self, gradient: torch.Tensor) -> None:
+        gradient.zero_()
 
 
-class Inventive(Honest):
-    """Sends noise as large as a gradient: nobody can tell, as credit.py says."""
+class Inventive(Idle):
+    """Delivers noise as large as a gradient: nobody can tell without verification."""
 
-    def begin(self, writer, accounts) -> None:
-        _send(weight=self.settings["fair"], change=lambda tensor: tensor.uniform_(0.0, 2e-4))
+    def change(self, gradient: torch.Tensor) -> None:
+        gradient.uniform_(0.0, 2e-4)
 
 
 class Generous(Honest):
-    """Signs more than anybody sent: for itself, or for friends by account, and for one who is not there."""
+    """Names shares of friends in the slices that it reduces: of itself, of accomplices, of one who is not there."""
 
-    def begin(self, writer, accounts) -> None:
-        friends = {peer for peer, account in accounts.items() if account.decode() in self.settings["friends"]}
-        make = receipts.make_receipt
-
-        def make_generously(own_id, reduced, weights, now):
-            return make(own_id, reduced, {**weights, **{friend: self.much for friend in friends}}, now)
-
-        receipts.make_receipt = make_generously
+    def begin(self) -> None:
+        of = {account: peer for peer, account in reversed(self.settings["accounts"].items())}  # the first of each
+        friends = [of[account] for account in self.settings["friends"]]
+        os.environ["VOLUNTEER_KIT_GENEROUS"] = json.dumps({"friends": friends, "samples": self.much})
+        first = str(Path(__file__).with_name("generous"))
+        os.environ["PYTHONPATH"] = os.pathsep.join([first, os.environ.get("PYTHONPATH", "")])
 
 
 ATTACKS = {

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from hivemind.p2p import P2P, PeerID
 
-from credit_parts.forger import Forger
 from credit_parts.truth import Truth, judge
 from volunteer_kit.process_group import kill_all
-from volunteer_kit.swarm.credit_ledger import CreditLedger
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.credit.ledger import CreditLedger
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
 
 BENCHMARKS = Path(__file__).parents[1]
 START = 120.0  # s, on two cores
 LEAVE = 60.0
+KEYS = 8  # of a machine
 
 
 class Process:
@@ -64,14 +64,29 @@ class Process:
 
 
 class Machine(Process):
+    """:ivar keys: those that it takes one after another: who has said goodbye never votes again under the same one"""
+
     def __init__(self, slot: int, account: str, settings: dict, folder: Path):
         self.slot, self.account = slot, account
-        self.identity, self.book = folder / f"{slot}.key", folder / f"{slot}.jsonl"
-        P2P.generate_identity(str(self.identity))
+        self.keys, self.book = [folder / f"{slot}-{number}.key" for number in range(KEYS)], folder / f"{slot}.jsonl"
+        for key in self.keys:
+            P2P.generate_identity(str(key))
         self.book.touch()
-        self.peer_id = PeerID.from_identity(self.identity.read_bytes())
-        own = {"slot": slot, "identity": str(self.identity), "book": str(self.book)}
-        super().__init__("credit_parts.peer", settings | own, folder / f"{slot}.log")
+        super().__init__("credit_parts.peer", settings | {"slot": slot, "book": str(self.book)}, folder / f"{slot}.log")
+        self._take(self.keys[0])
+
+    def _take(self, key: Path) -> None:
+        self.settings |= {"identity": str(key), "folder": str(key.with_suffix(""))}
+
+    def leave(self) -> None:
+        super().leave()
+        now = self.keys.index(Path(self.settings["identity"]))
+        self._take(self.keys[min(now + 1, KEYS - 1)])
+
+    @property
+    def peer_ids(self) -> list[str]:
+        """Return the peer ids of all its keys."""
+        return [PeerID.from_identity(key.read_bytes()).to_base58() for key in self.keys]
 
 
 class Swarm:
@@ -84,13 +99,15 @@ class Swarm:
             Machine(slot, account, settings | {"fair": fair} | scenario.attacks.get(slot, {}), folder)
             for slot, account in enumerate(scenario.accounts)
         ]
-        self.accounts = {machine.peer_id.to_base58(): machine.account for machine in self.machines}
+        self.accounts = {peer: machine.account for machine in self.machines for peer in machine.peer_ids}
         for ghost in scenario.ghosts:
             P2P.generate_identity(str(folder / f"{ghost}.key"))
             self.accounts[PeerID.from_identity((folder / f"{ghost}.key").read_bytes()).to_base58()] = ghost
         for machine in self.machines:
             machine.settings["accounts"] = self.accounts
         more = {"ledger": str(self.ledger), "accounts": self.accounts}
+        more |= {"identity": str(folder / "monitor.key"), "folder": str(folder / "monitor")}
+        P2P.generate_identity(more["identity"])
         self.monitor = Process("credit_parts.monitor", settings | more, folder / "monitor.log")
 
     def start(self) -> None:
@@ -106,18 +123,6 @@ class Swarm:
     def wait(self, until: float) -> None:
         time.sleep(max(0.0, until - time.monotonic()))
 
-    def forge_until(self, ends: float) -> tuple[int, int]:
-        """:returns: forgeries tried, forgeries that a monitor would count"""
-        forger = Forger(self.bootstrap, self.machines)
-        try:
-            while time.monotonic() < ends:
-                epoch = max(line.get("epoch", 0) for line in self.machines[0].lines())
-                forger.forge(epoch)
-                self.wait(time.monotonic() + 3)
-            return forger.tried, forger.accepted()
-        finally:
-            forger.close()
-
     def end(self) -> None:
         """All leave at once, and the monitor when it has collected the rest."""
         for machine in self.machines:
@@ -130,13 +135,10 @@ class Swarm:
             process.kill()
         self.bootstrap.shutdown()
 
-    def judge(self) -> tuple[Truth, dict[str, int], dict[str, int]]:
-        """What was given, and by account what was credited and what is provisional."""
+    def judge(self) -> tuple[Truth, dict[str, int]]:
+        """Return what the machines gave, and the samples that each account was credited."""
         ledger = CreditLedger(self.ledger, read_only=True)
         totals = {total.username: total for total in ledger.totals()}
         ledger.close()
-        truth = judge(
-            {machine.slot: machine.book for machine in self.machines}, [machine.account for machine in self.machines]
-        )
-        credited = {name: total.samples for name, total in totals.items()}
-        return truth, credited, {name: total.provisional for name, total in totals.items()}
+        truth = judge({machine.slot: machine.book for machine in self.machines})
+        return truth, {name: total.samples for name, total in totals.items()}

@@ -114,9 +114,9 @@ def forks_beside_the_device(device: str) -> str:
 
 
 def codecs(device: str) -> str:
-    from volunteer_kit.swarm.codec import install_codecs
+    from volunteer_kit.swarm.codecs.registry import check_codecs
 
-    install_codecs()
+    check_codecs()
     return "ok"
 
 

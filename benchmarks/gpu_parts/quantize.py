@@ -20,7 +20,7 @@ def measure(setting: Setting, tell: Tell) -> None:
     from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
     from hivemind.compression import CompressionInfo
 
-    from volunteer_kit.swarm.codec import CODECS
+    from volunteer_kit.swarm.codecs.registry import CODECS
 
     count = 2**18 if setting.tiny else 125_900_000
     gradient = torch.randn(count, device=setting.device) * 1e-3

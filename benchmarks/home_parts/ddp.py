@@ -56,8 +56,8 @@ def train(settings: dict, device: Device, words: Words) -> None:
         scheduler.step()
         epoch += 1
         say(
-            "step", at=time.monotonic(), epoch=epoch, samples=samples, of=samples, pending=0, uncertain=False,
-            kept_until=None, group_size=ddp["workers"], swarm=ddp["workers"], seconds=time.monotonic() - began,
+            "step", at=time.monotonic(), epoch=epoch, samples=samples, of=samples, pending=0,
+            group_size=ddp["workers"], swarm=ddp["workers"], seconds=time.monotonic() - began,
             failure=None, **device.clock.read(), **on_the_wire(),
         )  # fmt: skip
-    say("finished", at=time.monotonic(), kept_until=None)
+    say("finished", at=time.monotonic())

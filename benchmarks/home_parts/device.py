@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +87,7 @@ class Device:
         self._loss = torch.tensor(float("nan"))
         self._losses: list[float] = []
         self._told_at = 0.0
+        self.also: Callable[[], dict[str, Any]] = dict  # what a "beat" says beside
 
     def next_batch(self, _: int = 0) -> Microbatch:
         rows = torch.randint(len(self._pool.text), (self.real,), generator=self._order)
@@ -115,7 +117,7 @@ class Device:
         now = time.monotonic()
         if now - self._told_at >= BEAT:
             self._told_at = now
-            say("beat", at=now, losses=self._losses, **self.clock.read(), **on_the_wire())
+            say("beat", at=now, losses=self._losses, **self.clock.read(), **on_the_wire(), **self.also())
             self._losses = []
 
 

@@ -25,7 +25,7 @@ class Fault:
 
 
 class Supervisor:
-    """Restarts ended workers of a swarm from their stored state, and says "go" to them when they are ready."""
+    """Restarts ended workers of a swarm from what they stored, and says "go" to them when they are ready."""
 
     def __init__(self, swarm: HomeSwarm):
         self.swarm = swarm

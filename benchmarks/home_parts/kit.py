@@ -1,61 +1,36 @@
-"""A worker of the kit: its own Peer, SwarmOptimizer and Trainer, put together as volunteer_kit/session does."""
+"""A worker of the kit: its own Peer, NodeOptimizer and Trainer, put together as volunteer_kit/session does. A restarted
+one goes on from its node's folder."""
 
 from __future__ import annotations
 
+import tempfile
+import threading
 import time
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from benchmarks.home_parts.accounts import NOT_EXPIRED
 from benchmarks.home_parts.device import Device, Words, on_the_wire
 from tests.orders import say
-from volunteer_kit.checkpoint import latest_checkpoint
-from volunteer_kit.optim.recipe import parameter_names
-from volunteer_kit.robust.rules import rule
-from volunteer_kit.run_optimizers import build_local_steps
-from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups, load_run
-from volunteer_kit.session.options import compute_loss, swarm_options
-from volunteer_kit.swarm.optimizer import SwarmOptimizer
-from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
-from volunteer_kit.training.callbacks import SaveCheckpoints
+from volunteer_kit.runs import RunConfig, build_model, load_run
+from volunteer_kit.session.node import make_node, node_spec, renew_key_if_left
+from volunteer_kit.session.node_parts import node_parts
+from volunteer_kit.session.options import compute_loss
+from volunteer_kit.swarm.net.peer import Peer, PeerConfig, start_peer
+from volunteer_kit.swarm.node.link import launch_node
+from volunteer_kit.swarm.node.member import NodeOptimizer
+from volunteer_kit.swarm.records.peer_record import PeerBoard
+from volunteer_kit.swarm.sync.contributions import Cause
 from volunteer_kit.training.trainer import Callback, Trainer
 
-SAVE_EVERY = 20.0  # s; a session's 600, dilated
+UNDONE = (Cause.LOST_BRANCH, Cause.ROLLBACK)  # of samples that a step had settled before
 
 
-class TellSteps(Callback):
-    """Each global step as an event, with what the clock and the line say of it; and each that was put off."""
-
-    def __init__(self, device: Device):
-        self.device = device
-
-    def on_epoch(self, trainer: Trainer, report, loss: float | None) -> None:
-        say(
-            "step",
-            at=time.monotonic(),
-            epoch=report.epoch,
-            samples=report.counted,
-            of=report.samples,
-            pending=trainer.optimizer.samples_after(report.epoch),
-            uncertain=report.uncertain,
-            kept_until=report.kept_until,
-            group_size=report.group_size,
-            received=report.received,
-            seconds=report.seconds,
-            failure=report.failure,
-            apart=report.apart,
-            made_up_for=report.made_up_for,
-            bytes_sent=report.bytes_sent,
-            bytes_received=report.bytes_received,
-            swarm=trainer.optimizer.tracker.global_progress.num_peers,
-            **self.device.clock.read(),
-            **on_the_wire(),
-        )
-
-    def on_postponed(self, trainer: Trainer, report) -> None:
-        say("postponed", at=time.monotonic(), epoch=report.epoch, seconds=report.seconds, failure=report.failure)
-
-
-def start(settings: dict) -> Peer:
+def start(settings: dict[str, Any]) -> Peer:
+    """A peer in the DHT."""
     peer = start_peer(
         PeerConfig(
             initial_peers=settings.get("initial_peers", []),
@@ -69,51 +44,107 @@ def start(settings: dict) -> Peer:
     return peer
 
 
-def train(settings: dict, device: Device, words: Words) -> None:
+def build(settings: dict[str, Any], run: RunConfig, model: torch.nn.Module) -> tuple[Peer, NodeOptimizer]:
+    """The peer and its optimizer, which has not joined yet."""
+    folder = Path(settings["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    identity_path = settings.get("identity_path") or str(folder / "identity.key")
+    parts = node_parts(run, model)
+    renew_key_if_left(folder / "node", identity_path, parts.elements, lambda text: say("warning", message=text))
+    launched = launch_node()
+    peer = start({**settings, "identity_path": identity_path})
+    spec = node_spec(
+        run,
+        peer,
+        parts,
+        identity_path=identity_path,
+        folder=folder / "node",
+        initial_peers=settings.get("initial_peers", []),
+        max_mbps=settings.get("max_mbps"),
+    )
+    board = PeerBoard(peer.dht, run.run_id)
+    return peer, make_node(run, peer, board, parts, spec, launched)
+
+
+def ledger_of(optimizer: NodeOptimizer) -> dict[str, float]:
+    """Return the node's totals of this peer's samples, at most a second old; empty before the node reports any."""
+    return optimizer.totals
+
+
+class Told:
+    """The fates of this peer's samples until now: the node's ledger, and the steps that the peer took since.
+
+    :param had: what the ledger had when this process came to it
+    """
+
+    def __init__(self, optimizer: NodeOptimizer, device: Device, had: Mapping[str, float]):
+        self._optimizer, self._device, self._had = optimizer, device, had
+        self.settled = 0  # samples, by steps
+
+    def totals(self) -> dict[str, float]:
+        """Samples: computed, committed, pending, and expired by cause."""
+        known = {**self._optimizer.expired, **ledger_of(self._optimizer)}
+        undone = sum(known.get(cause.value, 0.0) - self._had.get(cause.value, 0.0) for cause in UNDONE)
+        known["computed"] = self._had["computed"] + self._device.clock.made
+        known["committed"] = self._had["committed"] + self.settled - undone
+        expired = sum(samples for name, samples in known.items() if name not in NOT_EXPIRED)
+        return known | {"pending": known["computed"] - known["committed"] - expired}
+
+
+class TellSteps(Callback):
+    """Each step of the swarm as an event, with what the clock and the line say of it."""
+
+    def __init__(self, device: Device, told: Told):
+        self.device, self.told = device, told
+
+    def on_epoch(self, trainer: Trainer, report, loss: float | None) -> None:
+        self.told.settled += report.samples
+        totals = self.told.totals()
+        say(
+            "step",
+            at=time.monotonic(),
+            epoch=report.epoch,
+            samples=report.samples,
+            of=report.samples,
+            pending=totals["pending"],
+            group_size=report.group_size,
+            received=report.received,
+            seconds=report.seconds,
+            failure=report.cause,
+            bytes_sent=report.bytes_sent,
+            bytes_received=report.bytes_received,
+            swarm=trainer.optimizer.progress().num_peers,
+            totals=totals,
+            **self.device.clock.read(),
+            **on_the_wire(),
+        )
+
+
+def train(settings: dict[str, Any], device: Device, words: Words) -> None:
+    with tempfile.TemporaryDirectory(prefix="home-node-") as name:
+        _train({**settings, "folder": settings.get("folder") or name}, device, words)
+
+
+def _train(settings: dict[str, Any], device: Device, words: Words) -> None:
     run = load_run(settings["run"])
     model = build_model(run)
-    names = parameter_names(model)
-    peer = start(settings)
-    make_optimizer, make_scheduler = build_optimizer(run)
-    folder = settings.get("folder")
-    optimizer = SwarmOptimizer(
-        peer=peer,
-        options=replace(
-            swarm_options(run, left_over=Path(folder, "left_over.bin") if folder else None),
-            refresh_period=settings["refresh_period"],
-        ),
-        params=build_param_groups(run, model),
-        optimizer=make_optimizer,
-        scheduler=make_scheduler,
-        local_steps=build_local_steps(run),
-        reduce=rule(run.swarm.aggregation),
-    )
-    resumed = resume(optimizer, names, run, folder) if folder else None
+    peer, optimizer = build(settings, run, model)
+    threading.Thread(target=lambda: (words.leave.wait(), optimizer.stop_waiting()), daemon=True).start()
     taken = optimizer.join(patience=run.swarm.load_state_timeout)
-    say("ready", at=time.monotonic(), epoch=optimizer.local_epoch, resumed=resumed, taken=taken, **on_the_wire())
+    while not (had := ledger_of(optimizer)):
+        time.sleep(0.05)
+    say("ready", at=time.monotonic(), epoch=optimizer.local_epoch, taken=taken, totals=had, **on_the_wire())
     words.go.wait()
-    callbacks: list[Callback] = [TellSteps(device)]
-    if folder:
-        meta = {"run_id": run.run_id, "fingerprint": run.fingerprint}
-        callbacks.append(SaveCheckpoints(folder, names, meta, lambda *_, **__: None, every_seconds=SAVE_EVERY))
+    told = Told(optimizer, device, had)
+    device.also = lambda: {"totals": told.totals(), "epoch": optimizer.local_epoch}
     trainer = Trainer(
         model, optimizer, device.next_batch, compute_loss,
-        batch_size=device.batch, callbacks=callbacks, compute_gradients=device,
+        batch_size=device.batch, callbacks=[TellSteps(device, told)], compute_gradients=device,
     )  # fmt: skip
     device.clock.start()
     trainer.train(words.leave.is_set)
     optimizer.settle()
     trainer.tell_steps()
-    optimizer.uncertain_steps.leaving()
-    say("finished", at=time.monotonic(), kept_until=optimizer.uncertain_steps.kept_until(), traffic=optimizer.traffic())
+    say("finished", at=time.monotonic(), totals=told.totals(), traffic=optimizer.traffic())
     optimizer.shutdown()
     peer.shutdown()
-
-
-def resume(optimizer: SwarmOptimizer, names: list[str], run: RunConfig, folder: str) -> int | None:
-    """:returns: the epoch of the newest state that was stored here"""
-    found = latest_checkpoint(folder, fingerprint=run.fingerprint) if Path(folder).exists() else None
-    if found is None:
-        return None
-    optimizer.load_named_state(names, found.tensors, found.meta)
-    return optimizer.local_epoch

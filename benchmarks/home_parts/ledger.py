@@ -3,8 +3,7 @@
 goodput = seconds of devices whose samples entered an applied global step / (wall seconds of devices - contention).
 A worker's window is from one of its steps to another. What it had computed for the next one at the window's beginning
 is not of the window, and at its end it is, as far as the next one took it. A worker that has made no step for longer
-than OVERDUE of its usual ones is stuck, and its window goes on to the end. Of a step of which was not known yet whether
-the swarm goes on from it, the later ones tell (StepReport.uncertain, kept_until).
+than OVERDUE of its usual ones is stuck, and its window goes on to the end.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from statistics import mean, median
 
-OVERDUE = 2.5  # times as long as usually between two steps, and one more for what its fate is told by
+OVERDUE = 2.5  # times as long as usually between two steps, and some more
 COUNTERS = ("computed", "contention", "between", "own_work", "wire_sent", "wire_received")
 
 
@@ -51,47 +50,28 @@ class Account:
         return seconds / max(1e-9, self.wall - self.contention)
 
 
-def fates(events: Sequence[dict]) -> list[tuple[dict, int]]:
-    """(step event, samples of ours that the swarm has by it) of one process, as far as it is known."""
-    decided, waiting = [], []
-    for event in events:
-        if event["event"] != "step":
-            continue
-        if (kept_until := event.get("kept_until")) is not None:
-            decided += [(step, step["samples"] if step["epoch"] <= kept_until else 0) for step in waiting]
-            waiting = []
-        if event["uncertain"]:
-            waiting.append(event)
-        else:
-            decided.append((event, event["samples"]))
-    return sorted(decided, key=lambda found: found[0]["at"])
-
-
 def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
-    """Of one worker, from its first step after `begin` to the last before `end` (time.monotonic()) whose fate is known
-    and that another one followed, or to `end` if it is stuck. Each step says how many samples were `pending`, for the
-    next one."""
-    decided = fates(events)
-    steps = [(step, samples) for step, samples in decided if begin <= step["at"] <= end]
+    """Settle one worker's account, from its first step after `begin` to the last before `end` (time.monotonic()) that
+    another one followed, or to `end` if it is stuck. Each step says how many samples are `pending` for the next one."""
+    steps = [event for event in events if event["event"] == "step" and begin <= event["at"] <= end]
     if not steps:
         return Account()
-    first, last, under_way = steps[0][0], steps[-1][0], 0
+    first, last, under_way = steps[0], steps[-1], 0
     if end - last["at"] > OVERDUE * usual_interval(events, end - begin):
         last = max((e for e in events if e["event"] in ("beat", "step") and e["at"] <= end), key=lambda e: e["at"])
         last = {**last, "between": last["between"] + end - last["at"], "at": end}
     elif len(steps) < 2:
         return Account()
     else:
-        after = next_taken(events, decided, last)
+        after = next((e for e in events if e["event"] == "step" and e["at"] > last["at"]), None)
         if after is None and len(steps) > 2:
-            *steps, (_, after) = steps
-            last = steps[-1][0]
+            *steps, after = steps
+            last = steps[-1]
         # where nothing is known of it, as much at the end as at the beginning
-        under_way = min(first["pending"], steps[1][1]) if after is None else min(last["pending"], after)
-    postponed = sum(e["event"] == "postponed" and first["at"] < e["at"] <= last["at"] for e in events)
+        under_way = min(last["pending"], after["samples"]) if after else min(first["pending"], steps[1]["samples"])
     grown = {name: last[name] - first[name] for name in COUNTERS}
-    applied = sum(samples for _, samples in steps[1:]) + under_way
-    applied -= min(first["pending"], steps[1][1]) if steps[1:] else 0
+    applied = sum(step["samples"] for step in steps[1:]) + under_way
+    applied -= min(first["pending"], steps[1]["samples"]) if steps[1:] else 0
     return Account(
         wall=last["at"] - first["at"],
         applied=applied / speed,
@@ -99,22 +79,14 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
         waiting=grown["between"],
         own_work=grown["own_work"],
         contention=grown["contention"],
-        steps=len(steps) - 1 + postponed,
-        complete=sum(step["group_size"] >= workers for step, _ in steps[1:]),
-        failed=sum(bool(step["failure"]) for step, _ in steps[1:]) + postponed,
+        steps=len(steps) - 1,
+        complete=sum(step["group_size"] >= workers for step in steps[1:]),
+        failed=sum(bool(step["failure"]) for step in steps[1:]),
         wire_sent=grown["wire_sent"],
         wire_received=grown["wire_received"],
         samples=applied,
-        parts_sent=sum(step.get("bytes_sent", 0) for step, _ in steps[1:]),
+        parts_sent=sum(step.get("bytes_sent", 0) for step in steps[1:]),
     )
-
-
-def next_taken(events: Sequence[dict], decided: Sequence[tuple[dict, int]], last: dict) -> int | None:
-    """Samples of the next step after `last`: those that counted, or all while nothing is known of its fate; None: it
-    was the last one. `decided`: as of fates()."""
-    known = {step["at"]: samples for step, samples in decided}
-    later = (e for e in events if e["event"] == "step" and e["at"] > last["at"])
-    return next((known.get(e["at"], e["samples"]) for e in later), None)
 
 
 def usual_interval(events: Sequence[dict], otherwise: float) -> float:

@@ -7,13 +7,14 @@ so that two cores carry what encodes, reduces and decodes them, the lines are na
 (`line_scale`): parameters / line is then what 125.9 M / dilation on the line asked for would be. With `--model 12.5m
 --dilation 10` the lines are what they are called.
 
-Each look at the others' progress costs about 45 kB with eight peers (all of them, signed, from all of them), however
-small the model is: dilated, looks every 0.5 s sent 2.5 Mbit/s from each worker. So all systems look every
+Each look of plain hivemind at the others' progress costs about 45 kB with eight peers (all of them, signed, from all of
+them), however small the model is: dilated, looks every 0.5 s sent 2.5 Mbit/s from each worker. So it looks every
 `refresh_period` seconds, about as often on these lines as the original on its own.
 
-What does not shrink: the bytes of matchmaking and DHT, the delays of lines, and floors: below LEAST_MATCHMAKING
-and LEAST_EXPIRATION, processes that share two cores would be late and taken for gone, below LEAST_ALLREDUCE the next
-part of 512 kB, on a line that seven of them share, for lost. All of these make waits longer than they stand for.
+These do not shrink: the bytes of matchmaking, messages and DHT, the delays of lines, and floors of plain hivemind's
+waits: below LEAST_MATCHMAKING and LEAST_EXPIRATION, processes that share two cores would be late and taken for gone,
+below LEAST_ALLREDUCE the next part of 512 kB, on a line that seven of them share, for lost. All of these make waits
+longer than they stand for.
 """
 
 from __future__ import annotations

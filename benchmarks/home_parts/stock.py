@@ -11,12 +11,25 @@ import time
 from functools import partial
 
 import hivemind
+from hivemind.compression import serialization
 from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
+from hivemind.proto import runtime_pb2
 
 from benchmarks.home_parts.device import Device, Words, on_the_wire
 from tests.orders import say
 from volunteer_kit.runs import build_model, build_optimizer, build_param_groups, load_run
-from volunteer_kit.swarm.codec import CODECS, install_codecs, make_codec
+from volunteer_kit.swarm.codecs.registry import CODECS, make_codec
+
+OF_HIVEMIND = frozenset(runtime_pb2.CompressionType.values())
+
+
+def install_codecs() -> None:
+    """Replace hivemind's codecs in its registry, in this process and those that it forks."""
+    registry = serialization._BASE_COMPRESSION_TYPES
+    for codec in CODECS.values():
+        name = runtime_pb2.CompressionType.Name(codec.compression_type) if codec.compression_type in OF_HIVEMIND else ""
+        if name:
+            registry[name] = codec
 
 
 class TellingOptimizer(hivemind.Optimizer):
@@ -57,8 +70,6 @@ class TellingOptimizer(hivemind.Optimizer):
             samples=0 if failure else self._in_round,
             of=self._in_round,
             pending=self.grad_averager.local_samples_accumulated,
-            uncertain=False,
-            kept_until=None,
             group_size=group_size,
             seconds=seconds,
             failure=failure,
@@ -119,6 +130,6 @@ def train(settings: dict, device: Device, words: Words) -> None:
         device(model, device.next_batch())
         optimizer.step()
         optimizer.zero_grad()
-    say("finished", at=time.monotonic(), kept_until=None)
+    say("finished", at=time.monotonic())
     optimizer.shutdown()
     dht.shutdown()

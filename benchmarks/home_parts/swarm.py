@@ -15,12 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.netlab import Line, Netlab
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180.0  # s until all workers are ready
+JOINING = {"down": 1000.0, "up": 1000.0, "burst": 256.0}  # Mbit/s, Mbit/s, kB
 
 
 class Worker:
@@ -61,7 +63,7 @@ class Worker:
         return found[0]
 
     def signal(self, number: int) -> None:
-        """To all processes on its machine: the averagers, and p2pd, which has left its process group."""
+        """Send a signal to all processes on its machine: the node, and p2pd, which has left its process group."""
         for process in self._lab.processes(self._machine):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
@@ -78,11 +80,21 @@ class HomeSwarm:
     """:param lines: of the workers
     :param settings: what all workers have in common
     :param each: what each has beside
+    :param joins_fast: the lines are JOINING until all are ready: a run of the kit begins with one peer's state, which
+        all others take from there
     """
 
-    def __init__(self, folder: Path, lines: Sequence[Line], settings: dict, each: Sequence[dict]):
+    def __init__(
+        self,
+        folder: Path,
+        lines: Sequence[Line],
+        settings: dict,
+        each: Sequence[dict],
+        joins_fast: bool = False,
+    ):
         self.folder, self.settings, self.each = folder, settings, each
-        self.lab = Netlab([Line(), *lines])
+        self._narrowed = [line for line in lines if joins_fast]
+        self.lab = Netlab([Line(), *(replace(line, **JOINING) if joins_fast else line for line in lines)])
         self.workers: list[list[Worker]] = [[] for _ in each]  # all processes that each machine has had
         self.began = 0.0
 
@@ -118,6 +130,8 @@ class HomeSwarm:
         """When all are ready, they begin together."""
         for worker in self.now():
             worker.wait_for("ready")
+        for machine, line in enumerate(self._narrowed, start=2):
+            self.lab.reshape(machine, line)
         self.began = time.monotonic()
         for worker in self.now():
             worker.say("go")

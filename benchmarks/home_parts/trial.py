@@ -16,6 +16,7 @@ from benchmarks.home_parts.ledger import Account
 from benchmarks.home_parts.material import EPOCH, line_scale, make_pool, make_run, speeds_apart
 from benchmarks.home_parts.swarm import HomeSwarm, pressure
 from benchmarks.netlab import Line
+from volunteer_kit.run_sizes import state_bytes
 from volunteer_kit.runs import load_run
 
 MICROBATCHES = 32  # of each device in an epoch: as short beside matchmaking as a real one is
@@ -23,8 +24,8 @@ LEAST_BURST = 16.0  # kB; ten packets
 BURST_SECONDS = 0.002  # of a fast line; the kernel's timers are not finer
 WARM_UP = 2  # epochs, of the slowest worker, that are not counted: the first rounds begin when the workers do
 WARM_UP_PATIENCE = 90.0  # s; a system that has not made its first epochs by then is measured as it is
-REFRESH = 1.5  # s; the kit's own is 0.5 at most, and dilated looks fill lines: see material.py
-LEAST_STEPS = 2  # of each worker, for which a trial may take twice its time; the kit's next one tells a step's fate
+REFRESH = 1.5  # s; hivemind's own is 0.5 at least, and dilated looks fill lines: see material.py
+LEAST_STEPS = 2  # of each worker, for which a trial may take twice its time
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Trial:
     :param swarm: fields of the run file's section `swarm`
     :param stock: of stock.py
     :param epoch: s in which all devices together compute target_batch_size samples; None: the original's, dilated
-    :param refresh_period: s between looks at the others' progress
+    :param refresh_period: s between plain hivemind's looks at the others' progress
     :param real_every: microbatches with one real backward pass
+    :param microbatches: of each device in an epoch
     """
 
     name: str
@@ -54,9 +56,20 @@ class Trial:
     epoch: float | None = None
     refresh_period: float = REFRESH
     real_every: int = 8
+    microbatches: int = MICROBATCHES
 
     def run(self) -> dict[str, Any]:
         return make_run(self.model, self.target_batch_size, self.dilation, **self.swarm)
+
+    @property
+    def joins_fast(self) -> bool:
+        """Return whether the lines are wide until all workers are ready: those of the kit take the state of one."""
+        return self.system == "kit"
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of parameters and statistics."""
+        return state_bytes(load_run(self.run()))
 
     @property
     def epoch_seconds(self) -> float:
@@ -77,8 +90,8 @@ class Trial:
         make_pool(run, folder / "pool.safetensors")
         pool = str(folder / "pool.safetensors")
         return {
-            "system": self.system,
             "refresh_period": self.refresh_period,
+            "system": self.system,
             "run": run,
             "pool": pool,
             "real": 1,
@@ -90,7 +103,7 @@ class Trial:
         speeds = self.speeds
         found = []
         for number, (speed, line) in enumerate(zip(speeds, self.lines, strict=True)):
-            one = {"speed": speed, "batch": max(1, round(speed * self.epoch_seconds / MICROBATCHES))}
+            one = {"speed": speed, "batch": max(1, round(speed * self.epoch_seconds / self.microbatches))}
             one["client_mode"] = line.nat
             if self.system == "ddp":
                 door = HomeSwarm.address_of(0)
@@ -173,16 +186,15 @@ def perform(trial: Trial, keep: Path | None = None) -> Outcome:
     """
     with tempfile.TemporaryDirectory(prefix="home-links-") as name:
         folder = Path(name)
-        with HomeSwarm(folder, trial.scaled_lines(), trial.settings(folder), trial.each()) as swarm:
+        with HomeSwarm(folder, trial.scaled_lines(), trial.settings(folder), trial.each(), trial.joins_fast) as swarm:
             swarm.go()
             warm = 1 if trial.system == "ddp" else WARM_UP + 1  # its first step is as all others
             swarm.wait_until(lambda: swarm.slowest() >= warm, WARM_UP_PATIENCE)
             begin, pressed, steps = time.monotonic(), pressure(), swarm.slowest()
             swarm.wait_until(lambda: False, trial.seconds)
-            least = LEAST_STEPS + (trial.system == "kit")
-            swarm.wait_until(lambda: swarm.slowest() >= steps + least, trial.seconds)
+            swarm.wait_until(lambda: swarm.slowest() >= steps + LEAST_STEPS, trial.seconds)
             end, pressed = time.monotonic(), pressure() - pressed
-            if trial.system == "kit":  # what it says at the end is about the last steps' fates
+            if trial.system == "kit":  # its last step takes what was under way
                 swarm.leave()
             events = [worker.events[:] for worker in swarm.now()]
             if keep is not None:

@@ -4,9 +4,9 @@ first peer, which trains nothing.
 stdin: settings, one line of JSON, then "go", and "leave" or its end. stdout: one JSON event a line: "connected",
 "ready", then "beat" (once a second: where the seconds went, and losses) and "step" (each global step); "finished".
 
-Settings: system ("kit", "stock", "ddp", "bootstrap"), address, initial_peers, client_mode, identity_path, run (as
-load_run takes it), pool (file), speed (samples/s), batch, real, real_every, seed; "kit": folder, where its state is
-stored and found again; "stock", "ddp": see there.
+Settings: system ("kit", "stock", "ddp", "bootstrap"), address,
+initial_peers, client_mode, identity_path, run (as load_run takes it), pool (file), speed (samples/s), batch, real,
+real_every, seed; "kit": folder, where its state is stored and found again; "stock", "ddp": see there.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hivemind.p2p import P2P
 
 from benchmarks.hostile_parts.hostile_peer import HostilePeer, Target
 from benchmarks.hostile_parts.table import by_name
-from volunteer_kit.swarm.peer import raise_file_limit
+from volunteer_kit.swarm.net.peer import raise_file_limit
 
 NICE = 5  # an attacker has a machine of its own; but training, which is nicer, leaves it enough of the two cores
 

@@ -21,6 +21,7 @@ from benchmarks.hostile_parts import messages
 from benchmarks.hostile_parts.attack import MEMBER, OPEN, STRANGER, Attack
 from benchmarks.hostile_parts.hostile_peer import ENTRY, REGULAR, HostilePeer
 from benchmarks.hostile_parts.impostors import Lies
+from volunteer_kit.swarm.node.discovery import WORDS
 
 CALL = 3_900_000  # bytes of one call; p2pd takes 4 MB
 BOTH = (MEMBER, OPEN)
@@ -45,8 +46,8 @@ async def nested_subkeys(peer: HostilePeer) -> str:
 
 
 async def nested_own_word(peer: HostilePeer) -> str:
-    """Where leaders, donors and progress stand, under our own peer id: everybody reads it."""
-    read = ("grad_averager.0b", "state_averager.0b", "state_averager.all_averagers", "progress", "peers")
+    """Store a nested word at the keys of nodes and peers, under our own peer id: everybody reads it."""
+    read = (WORDS, "peers")
     for name in (f"{peer.prefix}_{what}" for what in read):
         for target in peer.targets:
             await peer.store(target, peer.key(name), messages.nested_word(), subkey=peer.own_subkey())
@@ -60,7 +61,7 @@ async def nested_records(peer: HostilePeer) -> str:
     inner = MSGPackSerializer.dumps([8, get_dht_time() + 300, entry])
     value = msgpack.packb(msgpack.ExtType(messages.DICTIONARY, inner))
     for target in peer.targets:
-        key = peer.key(f"{peer.prefix}_state_averager.all_averagers")
+        key = peer.key(f"{peer.prefix}_{WORDS}")
         await peer.store(target, key, value, subkey=ENTRY)
     await asyncio.sleep(3.0)
     return peer.summary()
@@ -205,13 +206,13 @@ async def _lie(
     lies = Lies(peer)
     lies.find, lies.find_after = find, after
     await lies.serve()
-    near = int.from_bytes(peer.key(f"{peer.prefix}_progress"), "big") ^ 1
+    near = int.from_bytes(peer.key(f"{peer.prefix}_{WORDS}"), "big") ^ 1
     lies.node_id = DHTID(near).to_bytes()
     for target in peer.targets:
         await peer.ping(target, node=lies.node_id, validate=True)
     until = min(peer.deadline, time.monotonic() + LISTEN)
     while time.monotonic() < until:
-        for name in ("progress", "grad_averager.0b", "state_averager.0b", "state_averager.all_averagers"):
+        for name in (WORDS, "peers"):
             near = int.from_bytes(peer.key(f"{peer.prefix}_{name}"), "big") ^ peer.random.randrange(1, 99)
             lies.node_id = DHTID(near).to_bytes()
             for target in peer.targets:
@@ -272,7 +273,7 @@ async def costly_records(peer: HostilePeer) -> str:
     slow = rsa.RSAPublicNumbers((1 << 3070) + 1, peer.random.getrandbits(3072) | (1 << 3071) | 1).public_key()
     slow = MSGPackSerializer.dumps(b"[owner:" + RSAPublicKey(slow).to_bytes() + b"]")
     signature = b"[signature:" + base64.b64encode(bytes(383) + b"\x05") + b"]"
-    keys = [peer.key(f"{peer.prefix}_{name}") for name in ("progress", "peers")]
+    keys = [peer.key(f"{peer.prefix}_{name}") for name in (WORDS, "peers")]
     signed = [signer.sign_value(DHTRecord(key, own, fields, expiration)) for key in keys]
     kinds = [(key, own, value) for key, value in zip(keys, signed, strict=True)]
     kinds += [(keys[1], own, begins * 1400), (keys[1], slow, b"\x01" + signature)]

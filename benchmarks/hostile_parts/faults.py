@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from benchmarks.hostile_parts.attack import MACHINE, Attack
-from benchmarks.hostile_parts.processes import DAEMON, DHT, MAIN, HonestPeer, One, sockets_of
+from benchmarks.hostile_parts.processes import DAEMON, DHT, MAIN, NODE, HonestPeer, One, sockets_of
 
 if TYPE_CHECKING:
     from benchmarks.hostile_parts.swarm import SwarmRun
@@ -56,8 +56,7 @@ def stopped_daemon(run: SwarmRun) -> HonestPeer:
 ATTACKS = [
     Attack("kill-dht", "a volunteer's DHT process", 2, kills(DHT, "volunteer 1"), (MACHINE,), is_quick=True),
     Attack("kill-p2pd", "a volunteer's p2pd", 2, kills(DAEMON, "volunteer 2"), (MACHINE,)),
-    Attack("kill-averager-1", "a volunteer's averager", 2, kills("averager 1", "volunteer 3"), (MACHINE,)),
-    Attack("kill-averager-2", "a volunteer's averager", 2, kills("averager 2", "volunteer 1"), (MACHINE,)),
+    Attack("kill-node", "a volunteer's node", 2, kills(NODE, "volunteer 3"), (MACHINE,)),
     Attack("kill-worker", "a volunteer's worker", 2, kills(MAIN, "volunteer 2"), (MACHINE,)),
     Attack("stop-p2pd", "a volunteer's p2pd", 2, stopped_daemon, (MACHINE,)),
     Attack("sockets-removed", "p2pd's sockets", 2, sockets_removed, (MACHINE,)),

@@ -92,7 +92,7 @@ class Host:
         monitor = self.folder / "monitor" / "identity.key"
         return [
             HonestPeer("first peer", lambda: self.part("volunteer_kit.host_peer"), self.identity),
-            HonestPeer("monitor", lambda: self.part("monitor"), monitor),
+            HonestPeer("monitor", lambda: self.part("monitor"), monitor, has_node=True),
         ]
 
     def close(self) -> None:

@@ -1,44 +1,42 @@
-"""A peer of an attacker's: bare libp2p and raw protobufs, with a token or without, and handlers that answer lies."""
+"""A peer of an attacker's: bare libp2p and raw bytes, with a token or without, and handlers that answer lies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
-from hivemind.proto import auth_pb2, averaging_pb2, dht_pb2
+from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
+
+from volunteer_kit.swarm.node.links import Hello, Kind
+from volunteer_kit.swarm.node.transport import protocol
 
 PATIENCE = 10.0  # s for one call
 HEADER = 8  # bytes of a frame's length, after its marker
 REGULAR, ENTRY = MSGPackSerializer.dumps(None), b""  # subkeys: of a plain value, of a whole dictionary
-GRADIENTS, STATE = "SwarmGradientAverager", "SwarmStateAverager"
-QUESTIONS = (  # unary calls of averagers, with [class, name]
-    (STATE, "rpc_get_chunk"), (STATE, "rpc_get_told"), (GRADIENTS, "rpc_tell"), (GRADIENTS, "rpc_show_part"),
-    (GRADIENTS, "rpc_count_answers"), (GRADIENTS, "rpc_show_answer"), (GRADIENTS, "rpc_show_round"),
-)  # fmt: skip
-STREAMS = ("rpc_join_group", "rpc_aggregate_part", "rpc_download_state")
+CONTROL, BULK = "control", "bulk"  # streams of a node
 
 
 class Target:
     """An honest peer, as an attacker knows it."""
 
-    def __init__(self, name: str, peer: str, maddr: str, averagers: bool):
-        self.name, self.peer, self.maddr, self.averagers = name, PeerID.from_base58(peer), maddr, averagers
+    def __init__(self, name: str, peer: str, maddr: str, node: bool):
+        self.name, self.peer, self.maddr, self.node = name, PeerID.from_base58(peer), maddr, node
 
 
 class HostilePeer:
     """
     :param targets: honest peers; the first one is the victim of what is sent to one only
-    :param prefix: of the run's keys in the DHT
+    :param prefix: of the run's keys in the DHT, which names the nodes' streams, too
     :param protocol: what the run's DHT calls its handlers
     :param hold: awaited while connections are held open; returns when that has lasted long enough
     """
@@ -67,6 +65,11 @@ class HostilePeer:
         return self.targets[0]
 
     @property
+    def with_nodes(self) -> list[Target]:
+        """Those that take part in rounds."""
+        return [target for target in self.targets if target.node]
+
+    @property
     def is_time_left(self) -> bool:
         return time.monotonic() < self.deadline
 
@@ -81,23 +84,49 @@ class HostilePeer:
         for target in self.targets:
             with contextlib.suppress(Exception):
                 await self.p2p._client.connect(target.peer, [Multiaddr(target.maddr.partition("/p2p/")[0])])
-        if self.token:
-            for target in self.targets:
-                if target.averagers:
-                    for kind in (GRADIENTS, STATE):
-                        await self.try_unary(target, self.handler(kind, "rpc_introduce"), self.introduction())
-            self.said.clear()
-
-    def introduction(self) -> auth_pb2.AccessToken:
-        return auth_pb2.AccessToken(signature=self.token)
 
     # --- calls ---
 
     def handler(self, kind: str, name: str) -> str:
-        if kind == "dht":
-            return f"{self.protocol}.{name}"
-        averager = "grad" if kind == GRADIENTS else "state"
-        return f"{self.prefix}_{averager}_averager::{kind}.{name}"
+        """Return the handler's name for a call of the DHT."""
+        assert kind == "dht"
+        return f"{self.protocol}.{name}"
+
+    # --- a node's streams ---
+
+    def stream(self, kind: str) -> str:
+        """Return the name that p2pd has for such streams. :param kind: CONTROL or BULK"""
+        return protocol(self.prefix, kind)
+
+    def greeting(self, token: bytes | None = None) -> bytes:
+        """Return the bytes that open a control stream."""
+        hello = Hello(os.urandom(8), 1, token=self.token if token is None else token)
+        return frame(Kind.HELLO, hello.encode())
+
+    def request(self, name: str, head: bytes, token: bytes | None = None) -> bytes:
+        """Return the bytes that open a bulk stream."""
+        shown, named = self.token if token is None else token, name.encode()
+        said = bytes([len(named)]) + named + head
+        return len(shown).to_bytes(2, "big") + shown + len(said).to_bytes(4, "big") + said
+
+    async def say(self, target: Target, kind: str, data: bytes, patience: float = 2.0) -> bytes:
+        """Open a stream, say this, and take the first bytes of the answer. Counts how it went."""
+        writer = None
+        try:
+            reader, writer = await self.open_stream(target, self.stream(kind))
+            writer.write(data)
+            await asyncio.wait_for(writer.drain(), patience)
+            found = await asyncio.wait_for(reader.read(2**16), patience)
+            self.said["answered" if found else "ended"] += 1
+            return found
+        except Exception as error:
+            self.said[_in_a_word(error)] += 1
+            return b""
+        finally:
+            if writer is not None:
+                writer.close()
+
+    # --- calls of the DHT ---
 
     async def unary(self, target: Target, handler: str, message: Any, patience: float = PATIENCE) -> bytes:
         """:param message: a protobuf, or bytes that may be none"""
@@ -134,30 +163,6 @@ class HostilePeer:
     async def open_stream(self, target: Target, handler: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         _, reader, writer = await asyncio.wait_for(self.p2p.call_binary_stream_handler(target.peer, handler), PATIENCE)
         return reader, writer
-
-    async def converse(
-        self, target: Target, handler: str, messages: Iterable[Any], answers: int = 1, patience: float = PATIENCE
-    ) -> list[averaging_pb2.AveragingData]:
-        """Send messages over a stream, end it on our side, and take the first answers."""
-        reader, writer = await self.open_stream(target, handler)
-        found: list[Any] = []
-        try:
-            for message in messages:
-                await P2P.send_protobuf(message, writer)
-            await P2P.send_protobuf(P2P.END_OF_STREAM, writer)  # else a handler of one message waits for more
-            for _ in range(answers):
-                got = P2P.receive_protobuf(averaging_pb2.AveragingData, reader)
-                message, error = await asyncio.wait_for(got, patience)
-                if message is None:
-                    self.said[_in_a_word(RuntimeError(error.message))] += 1
-                    break
-                found.append(message)
-                self.said[averaging_pb2.MessageCode.Name(message.code)] += 1
-        except Exception as error:
-            self.said[_in_a_word(error)] += 1
-        finally:
-            writer.close()
-        return found
 
     # --- the DHT ---
 
@@ -197,40 +202,10 @@ class HostilePeer:
         """Under which a leader or donor stands: its bare peer id."""
         return MSGPackSerializer.dumps(self.p2p.peer_id.to_bytes())
 
-    # --- groups ---
 
-    def entry(self, words: Any = None) -> bytes:
-        """A member's message to its group."""
-        return MSGPackSerializer.dumps([100.0, 0, MSGPackSerializer.dumps([words, self.token])])
-
-    def join_request(self, gather: bytes, kind: str = GRADIENTS, **more: Any) -> averaging_pb2.JoinRequest:
-        averager = "grad" if kind == GRADIENTS else "state"
-        about = {"schema_hash": b"none", "expiration": get_dht_time() + 30, "gather": gather}
-        return averaging_pb2.JoinRequest(**{**about, "group_key": f"{self.prefix}_{averager}_averager.0b", **more})
-
-    async def be_followed(self, is_followed: Callable[[], bool]) -> bool:
-        """Say in the DHT that we look for a group, until somebody has come."""
-        key = self.key(f"{self.prefix}_grad_averager.0b")
-        while self.is_time_left and not is_followed():
-            record = (key, self.own_subkey(), MSGPackSerializer.dumps(True), get_dht_time() + 0.9)
-            request = self.store_request([record], peer=self.node)
-            for target in self.targets:
-                with contextlib.suppress(Exception):
-                    await self.unary(target, self.handler("dht", "rpc_store"), request, 2.0)
-            await asyncio.sleep(0.25)
-        return is_followed()
-
-
-def exchange_id(group: bytes, peers: Iterable[bytes], gathered: Iterable[bytes]) -> bytes:
-    """Under which the members of a group exchange parts; see volunteer_kit/swarm/told_group.py."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for words in (group, *peers, *gathered):
-        hasher.update(len(words).to_bytes(8, "little") + words)
-    return group + hasher.digest()
-
-
-async def one(message: Any) -> AsyncIterator[Any]:
-    yield message
+def frame(kind: int, data: bytes) -> bytes:
+    """Return a frame of a control stream."""
+    return len(data).to_bytes(4, "big") + bytes([kind]) + data
 
 
 def _in_a_word(error: BaseException) -> str:

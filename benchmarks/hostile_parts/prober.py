@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from hivemind.p2p import P2P
 from hivemind.utils.multiaddr import Multiaddr
 
-from benchmarks.hostile_parts.hostile_peer import GRADIENTS, STATE, HostilePeer, Target
-from volunteer_kit.swarm.peer import raise_file_limit
+from benchmarks.hostile_parts.hostile_peer import CONTROL, HostilePeer, Target
+from volunteer_kit.swarm.net.peer import raise_file_limit
 
 EVERY = 0.25  # s between two questions to a process
 PATIENCE = 2.0  # s for an answer
@@ -74,7 +74,7 @@ async def ask(peer: HostilePeer, target: Target, kind: str, patience: float) -> 
             request = peer.signed(dht_pb2.PingRequest())
             await peer.unary(target, peer.handler("dht", "rpc_ping"), request, patience)
         else:
-            await peer.unary(target, peer.handler(kind, "rpc_introduce"), peer.introduction(), patience)
+            return bool(await peer.say(target, CONTROL, peer.greeting(), patience))
         return True
     except Exception as error:
         return "refused at" in str(error)  # an answer, too
@@ -145,8 +145,8 @@ async def main() -> None:
     peer = make(p2p, settings, bytes.fromhex(settings["token"]))
     await peer.connect()
     say("ready", protocol=settings["protocol"])
-    kinds = [(target, kind) for target in peer.targets for kind in ("dht", GRADIENTS, STATE)]
-    probes = [probe(peer, target, kind) for target, kind in kinds if kind == "dht" or target.averagers]
+    kinds = [(target, kind) for target in peer.targets for kind in ("dht", "node")]
+    probes = [probe(peer, target, kind) for target, kind in kinds if kind == "dht" or target.node]
     tasks = [asyncio.ensure_future(each) for each in probes]
     for name, url in settings["http"].items():
         threading.Thread(target=browse, args=(name, url), daemon=True).start()

@@ -16,7 +16,8 @@ from hivemind.p2p import PeerID
 PAGE = 4096  # bytes
 NICE = 5  # of training: three devices share two cores, which their other processes and the attackers need as well
 OPEN_FILES = 2048  # that a process may have, however many it asks for; some systems allow no more
-DHT, DAEMON, MAIN = "DHT", "p2pd", "main"
+DHT, DAEMON, MAIN, NODE = "DHT", "p2pd", "main", "node"
+NODE_MODULE = "volunteer_kit.swarm.node"
 
 
 class One(NamedTuple):
@@ -31,13 +32,13 @@ class HonestPeer:
     """
     :param root: pid of its main process now; None: there is none
     :param identity: file of its key
-    :param averagers: that it has
+    :param has_node: whether it takes part in rounds
     """
 
     name: str
     root: Callable[[], int | None]
     identity: Path
-    averagers: int = 0
+    has_node: bool = False
     watched: dict[str, One] = field(default_factory=dict)  # by role
 
     @property
@@ -45,28 +46,26 @@ class HonestPeer:
         return str(PeerID.from_identity(self.identity.read_bytes()))
 
     def look(self) -> dict[str, One]:
-        """Its processes by role: main, DHT, p2pd, averager 1, averager 2. Not those that come and go."""
+        """Its processes by role: main, DHT, p2pd, node. Not those that come and go."""
         pid = self.root()
         if pid is None:
             return {}
         with contextlib.suppress(psutil.Error):
             main = psutil.Process(pid)
-            found, forks = {MAIN: main}, []
+            found = {MAIN: main}
             for child in main.children():
                 with contextlib.suppress(psutil.Error):
                     daemons = [each for each in child.children() if each.name() == DAEMON]
                     if daemons:
                         found |= {DHT: child, DAEMON: daemons[0]}
-                    elif child.cmdline() == main.cmdline():
-                        forks.append(child)
-            forks.sort(key=lambda each: each.create_time())
-            found |= {f"averager {number}": each for number, each in enumerate(forks[: self.averagers], start=1)}
+                    elif NODE_MODULE in child.cmdline():
+                        found[NODE] = child
             return {role: One(each.pid, each.create_time()) for role, each in found.items()}
         return {}
 
     @property
     def is_whole(self) -> bool:
-        return len(self.look()) == 3 + self.averagers
+        return len(self.look()) == 3 + self.has_node
 
     def watch(self) -> None:
         """The present processes are those that must live on."""

@@ -7,10 +7,8 @@ import contextlib
 import resource
 import time
 
-from hivemind.p2p import P2P
-
 from benchmarks.hostile_parts.attack import OPEN, STRANGER, Attack
-from benchmarks.hostile_parts.hostile_peer import GRADIENTS, QUESTIONS, STATE, STREAMS, HostilePeer
+from benchmarks.hostile_parts.hostile_peer import BULK, CONTROL, HostilePeer
 
 SILENT = 3000  # streams
 AT_ONCE = 50  # that are being opened
@@ -18,12 +16,11 @@ HOLD = 8.0  # s
 
 
 def stream_handlers(peer: HostilePeer) -> list[str]:
-    return [peer.handler(kind, name) for kind in (GRADIENTS, STATE) for name in STREAMS]
+    return [peer.stream(CONTROL), peer.stream(BULK)]
 
 
 def unary_handlers(peer: HostilePeer) -> list[str]:
-    calls = [("dht", "rpc_ping"), ("dht", "rpc_store"), ("dht", "rpc_find"), *QUESTIONS]
-    return [peer.handler(kind, name) for kind, name in (*calls, (GRADIENTS, "rpc_introduce"))]
+    return [peer.handler("dht", name) for name in ("rpc_ping", "rpc_store", "rpc_find")]
 
 
 async def _open_many(peer: HostilePeer, handlers: list[str], count: int) -> tuple[list[asyncio.StreamWriter], int]:
@@ -45,9 +42,8 @@ async def _open_many(peer: HostilePeer, handlers: list[str], count: int) -> tupl
 
 
 async def silent_streams(peer: HostilePeer) -> str:
-    """Not a byte in them. Most of them to handlers that wait for a message before they ask who we are."""
-    waiting = [peer.handler(kind, name) for kind in (GRADIENTS, STATE) for name in STREAMS if "aggregate" not in name]
-    opened, refused = await _open_many(peer, [*waiting, *waiting, *stream_handlers(peer)], SILENT)
+    """Not a byte in them."""
+    opened, refused = await _open_many(peer, stream_handlers(peer), SILENT)
     await peer.hold(HOLD)
     for writer in opened:
         writer.close()
@@ -78,7 +74,7 @@ async def dripping_streams(peer: HostilePeer) -> str:
     opened, refused = await _open_many(peer, stream_handlers(peer), 300)
     until = min(peer.deadline - HOLD, time.monotonic() + 8.0)
     for writer in opened:
-        writer.write(P2P.MESSAGE_MARKER + (2000).to_bytes(8, "big"))
+        writer.write((2000).to_bytes(4, "big"))
     while time.monotonic() < until:
         for writer in opened:
             with contextlib.suppress(Exception):
@@ -92,9 +88,9 @@ async def dripping_streams(peer: HostilePeer) -> str:
 
 
 async def broken_frames(peer: HostilePeer) -> str:
-    """Markers that are none, frames that are no protobuf, and streams that end in the middle of one."""
-    shapes = [b"\x07" + bytes(40), b"\x00" + (40).to_bytes(8, "big") + b"\xff" * 40, b"\x00" + bytes(3)]
-    shapes += [b"\x01" + (10**6).to_bytes(8, "big") + bytes(10), b"\x00" + b"\xff" * 8 + bytes(10_000)]
+    """First frames that are none, of lengths that nobody takes, and streams that end in the middle of one."""
+    shapes = [b"\x07" + bytes(40), bytes(4) + b"\xff" * 40, bytes(3), b"\xff" * 8 + bytes(10_000)]
+    shapes += [(10**6).to_bytes(4, "big") + bytes(10), b"\x00\x00\x00\x22\x00" + b"\xff" * 34]
     sent = 0
     for handler in stream_handlers(peer):
         for data in shapes * 10:

@@ -24,7 +24,7 @@ from volunteer_kit.auth.authorizer import Authorizer
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.run_reader import find_run_file
 from volunteer_kit.runs import load_run, run_key_of
-from volunteer_kit.swarm.identity import ensure_identity
+from volunteer_kit.swarm.net.identity import ensure_identity
 
 VOLUNTEERS = 3
 START = 240.0  # s until all train, on two busy cores
@@ -149,8 +149,8 @@ class SwarmRun:
 
     def _write_run_file(self) -> Path:
         text = find_run_file("demo").read_text().replace("run_id: demo", f"run_id: {self.kind}")
-        assert "total_epochs: 280" in text
-        text = text.replace("total_epochs: 280", "total_epochs: 100000")
+        assert "total_epochs: 560" in text
+        text = text.replace("total_epochs: 560", "total_epochs: 100000")
         if self.kind == "hosted":
             text += "\nauthority: {url: 'http://127.0.0.1', open: true, moderators: [mona], public_key: ''}\n"
         path = self.folder / "run.yaml"
@@ -198,7 +198,7 @@ class SwarmRun:
         maddr = peer.maddr()
         if maddr is None:
             return None
-        return {"name": peer.name, "peer": peer.peer_id, "maddr": maddr, "averagers": peer.averagers > 0}
+        return {"name": peer.name, "peer": peer.peer_id, "maddr": maddr, "node": peer.has_node}
 
     def targets(self) -> list[dict[str, Any]]:
         """All that attackers know of, a volunteer first."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.hostile_parts import averager_attacks, dht_attacks, faults, http_attacks, link_attacks, stream_attacks
+from benchmarks.hostile_parts import dht_attacks, faults, http_attacks, link_attacks, node_attacks, stream_attacks
 from benchmarks.hostile_parts.attack import Attack, Case
 
 # the faults come last: they are of the machine's own, and nothing is held against a swarm that they have hit
 ATTACKS: list[Attack] = [
     *link_attacks.ATTACKS,
     *dht_attacks.ATTACKS,
-    *averager_attacks.ATTACKS,
+    *node_attacks.ATTACKS,
     *stream_attacks.ATTACKS,
     *http_attacks.ATTACKS,
     *faults.ATTACKS,

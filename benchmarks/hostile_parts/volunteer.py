@@ -34,7 +34,7 @@ class Volunteer:
         self.identity = self.home / "identity.key"
         spec.identity_path = str(self.identity)
         self.supervisor = Supervisor(spec, log_path=folder / f"volunteer-{number}.log")
-        self.honest = HonestPeer(self.name, lambda: self.supervisor.pid, self.identity, averagers=2)
+        self.honest = HonestPeer(self.name, lambda: self.supervisor.pid, self.identity, has_node=True)
 
     def start(self) -> None:
         self.supervisor.start()

@@ -5,7 +5,7 @@ would take.
 
 A donor and a joiner, each with the run's whole model and optimizer, live in network namespaces that this program makes
 and removes (it takes root); the line between them is shaped to the joiner's Mbit/s. The donor has taken one step, so
-there is a state to take. Data are random codes: what is measured is the way of the state.
+there is a state to take, parameters and statistics. Data are random codes: what is measured is the way of the state.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -34,68 +34,64 @@ PATIENCE = 1200.0  # s for everything
 
 
 def be_peer(role: str, run_name: str, initial_peers: list[str]) -> None:
-    """One JSON event a line: "connected" (the donor's addresses), "parameters", "microbatch", "statistics", "ready"."""
+    """One JSON event a line: "connected" (the donor's addresses), "parameters", "microbatch", "ready"."""
     started, lock = time.monotonic(), threading.Lock()
 
     def say(event: str, **fields) -> None:
         with lock:
             print(json.dumps({"event": event, "seconds": time.monotonic() - started, **fields}), flush=True)
 
-    from volunteer_kit.runs import build_model, build_optimizer, build_param_groups, load_run
-    from volunteer_kit.session.options import swarm_options
-    from volunteer_kit.swarm.optimizer import SwarmOptimizer
-    from volunteer_kit.swarm.peer import PeerConfig, start_peer
-    from volunteer_kit.swarm.state import digest
+    from volunteer_kit.run_sizes import state_bytes
+    from volunteer_kit.runs import build_model, load_run
+    from volunteer_kit.session.node import make_node, node_spec
+    from volunteer_kit.session.node_parts import node_parts
+    from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
+    from volunteer_kit.swarm.node.link import launch_node
+    from volunteer_kit.swarm.records.peer_record import PeerBoard
 
-    config = load_run(run_name)
+    launched, config = launch_node(), load_run(run_name)
     model = build_model(config)
-    groups = build_param_groups(config, model)
-    make_optimizer, make_scheduler = build_optimizer(config)
+    parts = node_parts(config, model)
     maddrs = [f"/ip4/{Netlab.address(ROLES[role])}/tcp/0"]
-    peer = start_peer(PeerConfig(initial_peers=initial_peers, host_maddrs=maddrs, client_mode=role == "joiner"))
-    say("connected", maddrs=peer.visible_maddrs(), rtt=round_trip(initial_peers))
-    options = replace(swarm_options(config), max_samples_per_second=1e6)  # the donor's one step counts thousands
-    optimizer = SwarmOptimizer(
-        peer=peer, options=options, params=groups, optimizer=make_optimizer, scheduler=make_scheduler
-    )
-    sizes = optimizer.state_averager.state_sizes()
-    parameters = optimizer.state_averager.num_parameters
-    if role == "donor":
-        step_once(optimizer, options.target_batch_size)
-        say("ready", digest=digest(optimizer.training_state()), epoch=optimizer.local_epoch)
-    else:
-        optimizer.on_download = tenths(say)
-        taken = optimizer.join(patience=PATIENCE)
-        say("parameters", taken=taken, bytes=sum(sizes[:parameters]), all_bytes=sum(sizes))
-        watch = threading.Thread(target=await_complete, args=(optimizer, say))
-        watch.start()
-        say("microbatch")
-        seconds = compute_microbatch(model, config)
-        say("computed", took=seconds, was_complete=optimizer.complete)
-        watch.join()
-        say(
-            "finished",
-            digest=digest(optimizer.training_state()),
-            traffic=optimizer.traffic(),
-        )
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.readline(), ended.set()), daemon=True).start()
-    while not ended.wait(1.0):  # whoever has no new samples is soon taken for gone
-        optimizer.tracker.report_local_progress(optimizer.local_epoch, samples_accumulated=1)
-    optimizer.shutdown()
-    peer.shutdown()
+    with tempfile.TemporaryDirectory(prefix="join-link-") as name:
+        identity = str(Path(name, "identity.key"))
+        own = PeerConfig(
+            initial_peers=initial_peers, host_maddrs=maddrs, client_mode=role == "joiner", identity_path=identity
+        )  # fmt: skip
+        peer = start_peer(own)
+        say("connected", maddrs=peer.visible_maddrs(), rtt=round_trip(initial_peers))
+        spec = node_spec(
+            config, peer, parts, identity_path=identity, folder=Path(name, "node"), initial_peers=initial_peers
+        )  # fmt: skip
+        optimizer = make_node(config, peer, PeerBoard(peer.dht, config.run_id), parts, spec, launched)
+        parameters = sum(4 * parameter.numel() for parameter in model.parameters())
+        if role == "donor":
+            optimizer.join(patience=PATIENCE)
+            step_once(optimizer, list(model.parameters()), config.target_batch_size)
+            say("ready", digest=optimizer.lineage.hex(), epoch=optimizer.local_epoch)
+        else:
+            optimizer.on_download = tenths(say)
+            taken = optimizer.join(patience=PATIENCE)
+            say("parameters", taken=taken, bytes=parameters, all_bytes=state_bytes(config))
+            say("microbatch")
+            seconds = compute_microbatch(model, config)
+            say("computed", took=seconds)
+            say("finished", digest=optimizer.lineage.hex(), traffic=optimizer.traffic())
+        sys.stdin.readline()
+        optimizer.shutdown()
+        peer.shutdown()
 
 
-def step_once(optimizer, samples: int) -> None:
+def step_once(optimizer, parameters: list, samples: int) -> None:
     """A global step alone, on gradients out of nowhere."""
     import torch
 
     torch.manual_seed(0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    while not any(report.samples for report in optimizer.reports):
+        for parameter in parameters:
             parameter.grad = torch.randn_like(parameter).mul_(1e-3)
-    while optimizer.local_epoch == 0:
         optimizer.step(batch_size=samples)
+        optimizer.await_step(1.0)
     optimizer.settle()
 
 
@@ -108,12 +104,6 @@ def compute_microbatch(model, config) -> float:
     codes = torch.randint(0, shape.num_image_tokens, (1, shape.image_seq_len))  # (B, I)
     model(text, codes).loss.backward()
     return time.monotonic() - started
-
-
-def await_complete(optimizer, say: Callable) -> None:
-    while not optimizer.complete:
-        time.sleep(0.05)
-    say("statistics")
 
 
 def tenths(say: Callable) -> Callable[[int, int], None]:
@@ -204,7 +194,7 @@ def is_equal(joiner: PeerProcess, held: str) -> bool:
 
 def figures(said: dict[str, dict], down: float) -> dict[str, float | bool | None]:
     sizes = said["parameters"]
-    floor, whole_floor = (size * 8e-6 / down for size in (sizes["bytes"], sizes["all_bytes"]))
+    whole_floor = sizes["all_bytes"] * 8e-6 / down
     return {
         "rtt_ms": said["connected"]["rtt"],
         "parameters_mb": sizes["bytes"] / 1e6,
@@ -212,10 +202,8 @@ def figures(said: dict[str, dict], down: float) -> dict[str, float | bool | None
         "connected_s": said["connected"]["seconds"],
         "join_s": said["microbatch"]["seconds"],
         "first_microbatch_done_s": said["computed"]["seconds"],
-        "floor_s": floor,
-        "over_floor": said["microbatch"]["seconds"] / floor,
-        "statistics_s": said["statistics"]["seconds"],
-        "statistics_floor_s": whole_floor,
+        "floor_s": whole_floor,
+        "over_floor": said["microbatch"]["seconds"] / whole_floor,
         "download_began_s": said["downloaded first"]["seconds"],
     }
 

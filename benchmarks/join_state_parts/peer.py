@@ -1,7 +1,7 @@
-"""One peer of benchmarks/join_state.py: a donor, honest or not, a monitor, or a joiner; a process of its own.
+"""One peer of benchmarks/join_state.py: a donor, honest or not, or a joiner; a process of its own, with a node.
 
-argv[1]: JSON settings. stdin: "go" and "leave" lines. stdout: one JSON event a line. Donors make the same steps without
-meeting, from gradients that follow from the epoch: all that is measured here is how a state gets from them to others.
+argv[1]: JSON settings. stdin: "go", "spoil" and "leave" lines. stdout: one JSON event a line. The founder brings the
+state of some epochs along and nobody computes: all that is measured here is how a state gets from members to others.
 """
 
 from __future__ import annotations
@@ -10,25 +10,32 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from hivemind.utils import get_dht_time
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tests.orders import say
-from volunteer_kit.auth.keys import KeyFolder, Trust
 from volunteer_kit.optim import LambStepBound, OptimizerConfig, build_optimizer_factory
-from volunteer_kit.swarm.acceptance import StateTrust
-from volunteer_kit.swarm.chunk_transfer import ChunkTransfer
-from volunteer_kit.swarm.optimizer import SwarmOptimizer, SwarmOptions
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
-from volunteer_kit.swarm.state import SwarmStateAverager, digest
-from volunteer_kit.swarm.stored_state import manifest_of
+from volunteer_kit.session.trust import judge_by
+from volunteer_kit.swarm.net.connectivity import Reach
+from volunteer_kit.swarm.net.identity import ensure_identity
+from volunteer_kit.swarm.net.peer import Peer, PeerConfig, start_peer
+from volunteer_kit.swarm.node.discovery import Discovery
+from volunteer_kit.swarm.node.link import launch_node, start_node
+from volunteer_kit.swarm.node.member import NodeOptimizer
+from volunteer_kit.swarm.node.process import layout_of
+from volunteer_kit.swarm.node.slots import Slots
+from volunteer_kit.swarm.node.talk import NodeSpec
+from volunteer_kit.swarm.node.training_state import TrainingState
+from volunteer_kit.swarm.rounds.reducer import decode_answer
 from volunteer_kit.worker import own_stdin
 
 RUN_KEY = "bench"
 CONFIG = OptimizerConfig(lr=0.02, warmup_epochs=0, total_epochs=1000, statistics_bits=32)
-CHECKPOINT, NEWEST = 20, 25  # epochs
+NEWEST = 25  # epoch
 WEIGHT = 20.0  # nats per relative square distance: five steps in the wrong direction are dear, as in a real model
 
 
@@ -47,6 +54,7 @@ class Run:
 
     def __init__(self, width: int):
         self.model = make_model(width)
+        self.names = [name for name, _ in self.model.named_parameters()]
         self.targets = make_targets(self.model)
         self.size = sum(target.square().sum().item() for target in self.targets)
 
@@ -55,174 +63,169 @@ class Run:
         pairs = zip(parameters, self.targets, strict=True)
         return 1.0 + WEIGHT * sum((p.detach() - t).square().sum().item() for p, t in pairs) / self.size
 
-    def step(self, averager: SwarmStateAverager) -> None:
-        """A step that all donors take alike."""
-        for group in averager.optimizer.param_groups:
-            for parameter in group["params"]:
-                [target] = [t for t in self.targets if t.shape == parameter.shape]
-                parameter.grad = parameter.detach() - target
-        averager.round_name = b"round %d" % averager.local_epoch
-        averager.step(increment_epoch=True, optimizer_step=True)
+    def trained(self) -> TrainingState:
+        """The state after `NEWEST` steps."""
+        make, schedule = build_optimizer_factory(CONFIG)
+        state = TrainingState(self.model.parameters(), make, schedule, self.names)
+        for epoch in range(1, NEWEST + 1):
+            pairs = zip(state.parameters, self.targets, strict=True)
+            gradient = torch.cat([(parameter.detach() - target).view(-1) for parameter, target in pairs])
+            state.step([(slice(0, len(gradient)), gradient)])
+            state.move_to(b"", epoch)
+        return state
 
 
-def make_false(kind: str, run: Run, averager: SwarmStateAverager) -> None:
-    """Spoil a donor's state after its honest steps."""
-    parameters = [p for group in averager.optimizer.param_groups for p in group["params"]]
-    with torch.no_grad():
-        if kind == "outside":
-            for parameter in parameters:
-                parameter.mul_(3.0)
-        elif kind == "flipped":  # bits of a line that nothing protects: exponents among them
-            generator = torch.Generator().manual_seed(7)
-            for parameter in parameters:
-                raw = parameter.detach().view(-1).view(torch.uint8)
-                places = torch.randint(0, len(raw), (64,), generator=generator)
-                raw[places] ^= 0x40
-        elif kind in ("inside", "league"):  # as far from the target as honest steps could have gone
-            bounds = LambStepBound(CONFIG)(parameters, CHECKPOINT, averager.local_epoch)
-            for parameter, bound in zip(parameters, bounds, strict=True):
-                [target] = [t for t in run.targets if t.shape == parameter.shape]
-                away = parameter - target
-                parameter.add_(away * (0.4 * bound / away.norm()))
-    averager.describe()
-
-
-def spoil_chunks() -> None:
-    honest = ChunkTransfer._look_up
-
-    def look_up(self, root: bytes, index: int) -> bytes | None:
-        data = honest(self, root, index)
-        return data if data is None or index < 0 else data[:-1] + bytes([data[-1] ^ 1])
-
-    ChunkTransfer._look_up = look_up
+def spoil(kind: str, run: Run, folder: Path) -> None:
+    """Change the state that this donor gives, after it has joined in good faith."""
+    [path] = (folder / "node" / "states").glob("*.safetensors")
+    if kind == "corrupt":  # other bytes than it has told the hashes of
+        with path.open("r+b") as file:
+            for place in range(2**20, path.stat().st_size, 2**20):
+                file.seek(place)
+                file.write(b"\1")
+        return
+    with safe_open(path, framework="pt") as opened:
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}
+    parameters = [tensors[name] for name in run.names]
+    if kind == "outside":
+        for parameter in parameters:
+            parameter.mul_(3.0)
+    elif kind == "flipped":  # bits of a line that nothing protects: exponents among them
+        generator = torch.Generator().manual_seed(7)
+        for parameter in parameters:
+            raw = parameter.view(-1).view(torch.uint8)
+            places = torch.randint(0, len(raw), (64,), generator=generator)
+            raw[places] ^= 0x40
+    elif kind in ("inside", "league"):  # as far from the target as honest steps could have gone
+        bounds = LambStepBound(CONFIG)(parameters, NEWEST - 5, NEWEST)
+        for parameter, target, bound in zip(parameters, run.targets, bounds, strict=True):
+            away = parameter - target
+            parameter.add_(away * (0.4 * bound / away.norm()))
+    save_file(tensors, path, metadata=metadata)
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    go, leave = threading.Event(), threading.Event()
+    go, spoils, leave = threading.Event(), threading.Event(), threading.Event()
     stdin = own_stdin()
 
     def read_orders() -> None:
+        orders = {b"go": go, b"spoil": spoils}
         for line in stdin:
-            if line.strip() == b"go":
-                go.set()
-        go.set()
-        leave.set()
+            if line.strip() in orders:
+                orders[line.strip()].set()
+        for event in (go, spoils, leave):
+            event.set()
 
     threading.Thread(target=read_orders, daemon=True).start()
     kind, folder = settings["kind"], Path(settings["folder"])
-    if kind == "corrupt":
-        spoil_chunks()
+    folder.mkdir(parents=True, exist_ok=True)
     run = Run(settings["width"])
+    identity_path = str(folder / "identity.key")
+    ensure_identity(identity_path)
+    launched = launch_node()
     peer = start_peer(
         PeerConfig(
             initial_peers=settings.get("initial_peers", []),
             host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-            client_mode=settings.get("client_mode", False),
+            identity_path=identity_path,
         )
     )
     say("connected", maddrs=peer.visible_maddrs(), peer_id=str(peer.peer_id))
-    optimizer = make_optimizer(settings, peer, run)
-    trust = Trust.of("bench", settings["public_key"])
-    optimizer.trust_states(
-        StateTrust(
-            authority=trust,
-            run_key=RUN_KEY,
-            folder=folder,
-            step_bound=LambStepBound(CONFIG),
-            public_loss=run.loss,
-            on_refused=lambda peer_id, why: say("refused", peer_id=peer_id, why=why),
-        )
-    )
+    optimizer = make_optimizer(settings, peer, run, identity_path, folder / "node", launched)
     say("built")
     if kind == "joiner":
-        join(optimizer, run, go)
+        go.wait()
+        join(optimizer, run)
     else:
-        donate(optimizer, run, kind, settings)
+        if kind == "monitor":
+            state = run.trained()
+            optimizer.load_named_state(run.names, state.named(), state.about())
+        optimizer.join(60.0)
+        say("ready", epoch=optimizer.local_epoch, digest=optimizer.settle())
+        if kind not in ("monitor", "honest"):
+            spoils.wait()
+            spoil(kind, run, folder)
+            say("spoilt")
     leave.wait()
     optimizer.shutdown()
     peer.shutdown()
 
 
-def make_optimizer(settings: dict, peer, run: Run) -> SwarmOptimizer:
+def make_optimizer(settings: dict, peer: Peer, run: Run, identity_path: str, folder: Path, launched) -> NodeOptimizer:
     make, schedule = build_optimizer_factory(CONFIG)
-    return SwarmOptimizer(
-        peer=peer,
-        options=SwarmOptions(
-            run_key=RUN_KEY,
-            target_batch_size=10_000,
-            matchmaking_time=1.5,
-            load_state_timeout=120.0,
-            next_chunk_timeout=10.0,
-            delay_optimizer_step=False,
-            refresh_period=0.3,
-            max_mbps=settings.get("max_mbps"),
-        ),
+    spec = NodeSpec(
+        daemon=peer.dht.run_coroutine(_daemon_address),
+        identity_path=identity_path,
+        client_mode=False,
+        initial_peers=tuple(settings.get("initial_peers", [])),
+        folder=folder,
+        run_key=RUN_KEY,
+        sync={"target_batch_size": 10_000, "overlap": True},
+        shapes=tuple(tuple(parameter.shape) for parameter in run.model.parameters()),
+        codec=("float16", "uniform8", 2**16 + 1, 1.0),
+        max_mbps=settings.get("max_mbps"),
+        founds=settings["kind"] == "monitor",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    layout = layout_of(spec)
+    optimizer = NodeOptimizer(
+        spec=spec,
+        start=partial(start_node, launched=launched),
         params=list(run.model.parameters()),
         optimizer=make,
         scheduler=schedule,
+        names=run.names,
+        slots=Slots(folder / "gradients.bin", layout.elements),
+        layout=layout,
+        decode=partial(decode_answer, layout),
+        reach=Reach(peer.dht),
+        discover=partial(
+            Discovery,
+            peer.dht,
+            run_key=RUN_KEY,
+            public=True,
+            is_first=not spec.initial_peers,
+            username_of=peer.admission.username_of,
+            believe=None,
+        ),
+        judge=judge_by(LambStepBound(CONFIG), run.loss),
     )
+    optimizer.on_told = lambda topic, about: say("refused", why=about) if "No model" in about else None
+    return optimizer
 
 
-def donate(optimizer: SwarmOptimizer, run: Run, kind: str, settings: dict) -> None:
-    averager = optimizer.state_averager
-    last = NEWEST + (kind in ("outside", "flipped", "inside", "league"))  # they claim to be ahead, and are asked first
-    for epoch in range(1, last + 1):
-        run.step(averager)
-        if epoch == CHECKPOINT:
-            if kind == "monitor":
-                sign(optimizer, settings)
-            averager._writing.join()
-    make_false(kind, run, averager)
-    optimizer.tracker.report_local_progress(local_epoch=averager.local_epoch, samples_accumulated=1)
-    averager._outer_pipe.send(("_declare_once", [], {}))
-    say("ready", epoch=averager.local_epoch, digest=digest(averager.state_tensors()))
+async def _daemon_address(dht, node) -> str:
+    return str(node.p2p.daemon_listen_maddr)
 
 
-def sign(optimizer: SwarmOptimizer, settings: dict) -> None:
-    statements, now = optimizer.statements, get_dht_time()
-    manifest, _ = manifest_of(
-        optimizer.state_averager,
-        Path(settings["folder"]),
-        RUN_KEY,
-        statements.next_sequence("manifest"),
-        now,
-        statements.expiry("manifest", now),
-    )
-    stored = statements.publish(KeyFolder(settings["keys"]).signer("monitor").sign, manifest)
-    say("signed", stored=stored, chunks=manifest.num_chunks, bytes=manifest.total_bytes)
-
-
-def join(optimizer: SwarmOptimizer, run: Run, go: threading.Event) -> None:
-    go.wait()
-    averager, told = optimizer.state_averager, -1
+def join(optimizer: NodeOptimizer, run: Run) -> None:
+    told, first, last, size = -1, 0.0, 0.0, 0
 
     def on_download(done: int, total: int) -> None:
-        nonlocal told
+        nonlocal told, first, last, size
+        last, size = time.monotonic(), total
+        first = first or last
         if 10 * done // total > told:
             told = 10 * done // total
             say("downloading", share=done / total)
 
     optimizer.on_download = on_download
     started = time.monotonic()
-    taken = optimizer.join(patience=60.0)
-    while not averager.complete and averager.why_incomplete is None:
-        time.sleep(0.02)
-    fetched = averager.last_fetch
+    taken = optimizer.join(patience=120.0)
+    seconds = time.monotonic() - started
+    time.sleep(2.0)  # the node tells its traffic once a second
     say(
         "joined",
         taken=taken,
-        complete=averager.complete,
-        seconds=time.monotonic() - started,
-        epoch=averager.local_epoch,
-        digest=digest(averager.state_tensors()),
-        loss=run.loss(averager.state_tensors()[: averager.num_parameters]),
-        chunks=fetched.chunks,
-        again=fetched.again,
-        fetch_s=fetched.seconds,
-        given=fetched.given,
-        corrupt=len(fetched.corrupt),
+        seconds=seconds,
+        epoch=optimizer.local_epoch,
+        digest=optimizer.settle(),
+        loss=run.loss(optimizer.training_state()[: optimizer.num_parameters]),
+        size=size,
+        received=optimizer.traffic()[1],
+        fetch_s=last - first,
     )
 
 

@@ -26,7 +26,7 @@ from benchmarks.reachability_parts.cells import Cell, House, machines
 from volunteer_kit.home import MAX_LOG
 from volunteer_kit.run_reader import RUN_FILES
 from volunteer_kit.storage.holders import holders
-from volunteer_kit.swarm.identity import ensure_identity
+from volunteer_kit.swarm.net.identity import ensure_identity
 
 PATIENCE = 300.0  # s for one step; on idle cores all take two minutes
 HOST4, HOST6, PORT, HUB, AUTHORITY = "45.77.0.1", "2a01:4f8:0:1::1", 4001, 8443, 8444
@@ -100,7 +100,6 @@ def _all_at_once(volunteer: int) -> dict[str, list[Naming]]:
         "1_reachable": [Naming("reachable", "ok", ("private IPv4 address, behind a router", "cannot call this"))],
         "2_same_key": [Naming("key", "warning", ("another machine takes part",), (r"mv .*identity\.key",))],
         "3_locks": [Naming("locks", "ok", ("record locks; there is no flock",))],
-        "4_shared_memory": [Naming("shared memory", "problem", ("64 MB free", "this run needs"), ("--shm-size=",))],
         "5_start_method": [Naming("start method", "ok", ("forkserver by default; the kit forks its own",))],
         "6_output": [Naming("terminal", "warning", ("iso-?8859-1|latin",), ("LANG=C.UTF-8",))],
         "7_proxies": [Naming("proxies", "warning", (proxy,), ("unset HTTP_PROXY",))],

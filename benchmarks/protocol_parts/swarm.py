@@ -46,6 +46,7 @@ class Home(NamedTuple):
     ratio: float = RATIO
     target: int = TARGET  # samples
     microbatches: int = MICROBATCHES
+    state: float = STATE  # bytes
     settings: Mapping[str, Any] = {}  # of `SyncConfig`, beside its defaults
 
 
@@ -141,7 +142,7 @@ class Swarm(Simulation):
         self.lines = Lines(self.clock, self.network, lambda peer: self.processes[peer].paused)
         self.lines.speeds = {plan.member.peer: home.line for plan in schedule.peers}
         self.exchanges: Exchanges = Exchanges(self, self.lines, home.size)  # type: ignore[assignment]
-        self.transfers = Transfers(self, self.lines, home.size / self.cells, STATE)  # type: ignore[assignment]
+        self.transfers = Transfers(self, self.lines, home.size / self.cells, home.state)  # type: ignore[assignment]
         self.cells_of: dict[bytes, int] = {}  # digest of an answer -> its cells
         self.disbelieved = 0  # parts that a reducer left out because their samples were not believed
         self.starts = random.Random(f"{name}-{seed}-starts")

@@ -14,7 +14,7 @@ from benchmarks.protocol_parts.lines import Lines, Transfer
 from tests.simulation.exchange import KEPT, REDUCERS_WAIT, TRIES, make_answer
 from tests.simulation.process import Process
 from volunteer_kit.swarm.sync.contributions import Answer, Share
-from volunteer_kit.swarm.sync.messages import AnswersHeld, ExchangeEnded, Round, StartExchange
+from volunteer_kit.swarm.sync.messages import ExchangeEnded, Round, StartExchange
 
 if TYPE_CHECKING:
     from benchmarks.protocol_parts.swarm import Swarm
@@ -206,7 +206,7 @@ class Transfers:
         """Fetch these answers from whoever has them; what is on its way is not asked for again."""
         here = digests & process.held
         if here:
-            process.handle(AnswersHeld(here))
+            process.has(here)
         found: dict[str, list[bytes]] = {}
         for digest in sorted(digests - here):
             coming = self._coming.get((process.name, process.life, digest))

@@ -18,7 +18,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from benchmarks.netlab_parts.kernel import enter
 from benchmarks.reachability_parts.cells import PORT, Cell, machines
 from volunteer_kit.addressing import LISTEN
-from volunteer_kit.swarm.peer import PeerConfig, find_client_mode
+from volunteer_kit.swarm.net.peer import PeerConfig, find_client_mode
 
 PATIENCE = 240.0  # s; far less, but on a busy machine
 CALL_WITHIN = 20.0  # s for one call; one that is dropped without a word takes longer

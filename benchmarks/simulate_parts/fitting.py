@@ -11,19 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from hivemind.compression import CompressionInfo
 from scipy.optimize import least_squares
 
-from benchmarks.home_parts.trial import MICROBATCHES
+from benchmarks.home_parts.wire import layout_of
 from benchmarks.simulate_parts.measured import Scenario
 from benchmarks.simulate_parts.model import CODECS, Constants, Prediction, Swarm, predict
-from volunteer_kit.runs import build_model, build_param_groups, load_run
-from volunteer_kit.session.options import swarm_options
-from volunteer_kit.swarm.codec import install_codecs, leaves_out
-from volunteer_kit.swarm.left_over import part_size
+from volunteer_kit.runs import load_run
 
 CORES = 2  # of the machine that all members of a measured swarm share
-USUAL_PART = 2**19  # bytes; hivemind's parts
 COMPLETE = "complete_"  # measurements of this name are without rounds that failed, of which the model knows nothing
 WEIGHTS = {"round_s": 1.0, "goodput": 2.0, "bytes_per_sample": 0.5}  # of a relative error, squared
 LOOSE = 0.15  # of an error of 1: how much it costs that a constant is e times what it was thought to be
@@ -39,27 +34,19 @@ def swarm_of(scenario: Scenario) -> Swarm:
         down=down, up=up, speed=np.array(trial.speeds), target_batch_size=trial.target_batch_size,
         codec=CODECS[scenario.codec], parts=parts, part_bytes=sizes,
         client=np.arange(len(up)) >= len(up) - scenario.clients, delayed=scenario.delayed,
-        matchmaking=scenario.matchmaking, microbatch=scenario.epoch / MICROBATCHES, cores=CORES,
+        cores=CORES,
     )  # fmt: skip
 
 
 @lru_cache
 def parts_of(scenario: Scenario) -> tuple[np.ndarray, np.ndarray]:
-    """Values and bytes of each part of this run's model. Small tensors travel in another codec than large ones."""
-    install_codecs()
+    """Values and bytes of each cell of this run's model. Small tensors travel in another codec than large ones."""
     run = load_run(scenario.trial(1.0).run())
-    codec, values, sizes = swarm_options(run).grad_codec, [], []
-    tensors = [p for group in build_param_groups(run, build_model(run)) for p in group["params"]]
-    most = part_size(sum(t.numel() for t in tensors)) if leaves_out(codec) else USUAL_PART
-    for tensor in tensors:
-        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).view(-1)
-        about = CompressionInfo.from_tensor(noise)
-        per_part = int(most / (noise.element_size() * codec.estimate_compression_ratio(about)))
-        for index, part in enumerate(noise.split(per_part)):
-            message = codec.compress(part, about.get_part(index, per_part))
-            values.append(part.numel())
-            sizes.append(len(message.buffer))
-    return np.array(values), np.array(sizes)
+    layout = layout_of(run)
+    noise = torch.randn(layout.elements, generator=torch.Generator().manual_seed(0))
+    cells = [(layout.cell(cell), cell) for cell in range(layout.num_cells)]
+    values = np.array([place.stop - place.start for place, _ in cells])
+    return values, np.array([len(layout.encode_cell(cell, noise[place])) for place, cell in cells])
 
 
 def fit(scenarios: Sequence[Scenario], measured: Mapping[str, Mapping[str, Any]]) -> Constants:

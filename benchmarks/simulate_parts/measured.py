@@ -22,7 +22,7 @@ from benchmarks.home_parts.trial import WARM_UP, Outcome, Trial, perform
 from benchmarks.netlab import Line
 
 MODEL, TARGET = "1.5m", 1024  # of home_parts/material.py; samples of an epoch
-WAITS = {"allreduce_timeout": 40.0, "averaging_timeout": 60.0, "progress_expiration": 15.0}  # s
+WAITS = {"allreduce_timeout": 40.0}  # s
 REAL_EVERY = 32  # microbatches with one real backward pass: the two cores are the network's here
 
 
@@ -33,7 +33,6 @@ class Scenario:
     :param epoch: s in which all devices together compute a target batch
     :param delayed: average in the background
     :param clients: of the members, the last so many are in client mode
-    :param matchmaking: s, of the run file
     :param ratio: between the fastest and the slowest device
     :param to_fit: the constants are fitted on it; it says nothing of the prediction then
     """
@@ -44,7 +43,6 @@ class Scenario:
     epoch: float = 6.0
     delayed: bool = True
     clients: int = 0
-    matchmaking: float = 3.0
     ratio: float = 2.0
     to_fit: bool = False
 
@@ -56,7 +54,7 @@ class Scenario:
             seconds=seconds, model=MODEL, dilation=undilated(), ratio=self.ratio, target_batch_size=TARGET,
             epoch=self.epoch, real_every=REAL_EVERY,
             swarm={
-                **WAITS, **swarm, "matchmaking_time": self.matchmaking, "delay_grad_averaging": self.delayed,
+                **WAITS, **swarm, "delay_grad_averaging": self.delayed,
             },
         )  # fmt: skip
 
@@ -117,7 +115,7 @@ def complete_only(events: Sequence[Sequence[dict]], speeds: Sequence[float]) -> 
     for one, speed in zip(events, speeds, strict=True):
         steps = [event for event in one if event["event"] == "step"][WARM_UP:]
         for before, step in pairwise(steps):
-            if all(e["group_size"] == len(events) and not e["failure"] and not e["apart"] for e in (before, step)):
+            if all(e["group_size"] == len(events) and not e["failure"] for e in (before, step)):
                 grown = {name: step[name] - before[name] for name in ("at", "contention", "wire_sent")}
                 applied, seconds = applied + step["samples"] / speed, seconds + grown["at"] - grown["contention"]
                 samples, sent = samples + step["samples"], sent + grown["wire_sent"]

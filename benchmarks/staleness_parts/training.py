@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from benchmarks.budget_parts.group import Group
 from benchmarks.staleness_parts.lateness import WORKERS, Part, Plan, Rule, draw_ages, draw_workers, make_plan
 from benchmarks.staleness_parts.samples import EMOJI, Data, Samples, open_run
 from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups
-from volunteer_kit.swarm.codec import make_codec
+from volunteer_kit.swarm.codecs.registry import make_codec
 
 # The kit advises a first beta of 0.5 with `sparse`: what comes late acts as a momentum (run_sections.py, grad_density).
 CODECS: dict[str, dict[str, Any]] = {
@@ -25,6 +25,8 @@ CODECS: dict[str, dict[str, Any]] = {
     },
 }
 LOOKS, LOOKS_AT = 8, 1 / 8  # held-out losses are taken at so many places of the last eighth of the computed samples
+
+UNITS: Final = 2520  # of a sample's weight: a node counts whole samples, and a discount is 1/1 to 1/9 of one
 
 
 class Size(NamedTuple):
@@ -90,7 +92,7 @@ class Swarm:
             codec = make_codec(
                 swarm.small_compression, swarm.grad_compression, swarm.compress_above, swarm.grad_density
             )
-            self.group = Group(WORKERS, [param.numel() for param in self.params], codec)
+            self.group = Group(WORKERS, [param.shape for param in self.params], codec)
 
     def gradients(self, samples: Samples) -> list[torch.Tensor]:
         """The mean gradient of some samples on the parameters of now, in the order of `params`."""
@@ -105,7 +107,7 @@ class Swarm:
         """Average what came, by weight, and make the optimizer's step; an epoch of no weight moves the schedule only.
 
         Sparse: a worker's discounted mean and its discounted weight are what the kit's error feedback is given. So the
-        discount comes before the residual, which is kept in units of value times weight (swarm/left_over.py).
+        discount comes before the residual, which is kept in units of value times weight (rounds/error_feedback.py).
         """
         brought = {worker: one for worker, one in contributions.items() if one.weight > 0}
         if brought:
@@ -120,9 +122,14 @@ class Swarm:
     def _average(self, brought: Mapping[int, Contribution]) -> list[torch.Tensor]:
         if self.group is None:
             return brought[0].mean()
-        nothing = [torch.zeros_like(param) for param in self.params]
-        means = [brought[worker].mean() if worker in brought else nothing for worker in range(WORKERS)]
-        return self.group.average(means, [brought[w].weight if w in brought else 0.0 for w in range(WORKERS)])
+        weights = [round(UNITS * brought[worker].weight) if worker in brought else 0 for worker in range(WORKERS)]
+        sums = [
+            weight * torch.cat([value.flatten() for value in brought[worker].mean()]) if weight else torch.empty(0)
+            for worker, weight in enumerate(weights)
+        ]
+        average = self.group.average(sums, weights)  # (elements,)
+        sizes = [param.numel() for param in self.params]
+        return [part.view_as(param) for part, param in zip(average.split(sizes), self.params, strict=True)]
 
     @torch.no_grad()
     def loss(self, samples: Samples) -> float:

@@ -25,8 +25,8 @@ def be_peer(url: str, folder: str, name: str, initial_peers: list[str]) -> None:
     """Read, and every second count what was read as one step; a line of names each. Leaves on SIGTERM."""
     from volunteer_kit.data.leases import Lease
     from volunteer_kit.data.ledger import Ledger
-    from volunteer_kit.swarm.leases import SwarmLeases
-    from volunteer_kit.swarm.peer import PeerConfig, start_peer
+    from volunteer_kit.swarm.leases.client import SwarmLeases
+    from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
 
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: leaving.append(number))

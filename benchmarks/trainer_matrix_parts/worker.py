@@ -44,7 +44,7 @@ class Told(SwarmCallback):
 
     def on_report(self, report):
         self.reports.append(
-            {"epoch": report.epoch, "samples": report.samples, "group": report.group_size, "failure": report.failure}
+            {"epoch": report.epoch, "samples": report.samples, "group": report.group_size, "received": report.received}
         )
 
 

@@ -59,7 +59,7 @@ def measure(folder: Path, codec: str = "8-bit") -> dict[str, float]:
 def figures(parameters: int, peers: list[TrainerPeer]) -> dict[str, float]:
     """Medians over rounds of all peers.
 
-    `round_s`: from the first part sent to the last average received; `round_with_matchmaking_s`: and finding the group;
+    `round_s`: from the round's beginning to the certificate of its step
     `stall_s`: of an epoch, all that lay between a microbatch's end and the next one's beginning
     """
     steps = [e for peer in peers for e in peer.said("step") if e["epoch"] > WARM_UP]
@@ -69,7 +69,7 @@ def figures(parameters: int, peers: list[TrainerPeer]) -> dict[str, float]:
         for peer in peers
         for before, after in pairwise(e for e in peer.said("epoch") if e["epoch"] >= WARM_UP)
     ]
-    rounds = [e["averaging"] for e in steps if e["averaging"] is not None]  # None: there was no group
+    rounds = [e["seconds"] for e in steps]
     return {
         "lora_parameters": parameters,
         "bytes_per_round_per_peer": median(e["sent"] for e in steps),
@@ -77,7 +77,6 @@ def figures(parameters: int, peers: list[TrainerPeer]) -> dict[str, float]:
         "floor_s": median(wire) * 8e-6 / UP,
         "round_s": median(rounds),
         "round_worst_s": max(rounds),
-        "round_with_matchmaking_s": median(e["seconds"] for e in steps),
         "stall_s": median(sum(e["gaps"]) for e in epochs),
         "rounds_of_all": sum(e["group_size"] == PEERS for e in steps) / len(steps),
     }

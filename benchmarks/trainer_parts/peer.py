@@ -39,8 +39,6 @@ class Telling(SwarmCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         self._epoch, self._ended, self._gaps = self.member.epoch, None, []
-        self._averaging = {}  # epoch -> s, of the round alone
-        self.member.swarm.on_reduced = lambda reduced: self._averaging.update({reduced.epoch: reduced.seconds})
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.monotonic()
@@ -58,8 +56,7 @@ class Telling(SwarmCallback):
     def on_report(self, report):
         say(
             "step", epoch=report.epoch, rows=list(report.names), group_size=report.group_size, received=report.received,
-            seconds=report.seconds, averaging=self._averaging.pop(report.epoch, None), sent=report.bytes_sent,
-            failure=report.failure, apart=report.apart,
+            seconds=report.seconds, sent=report.bytes_sent, cause=report.cause,
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ trainer = Trainer(
         logging_steps=5,
         save_strategy="no",
         report_to=[],
-        hivemind_config={"dht": {}, "opt": {"run_id": "ours", "target_batch_size": 16}},
+        hivemind_config={"dht": {}, "opt": {"run_id": "ours", "target_batch_size": 32}},
     ),
 )
 trainer.train()

@@ -25,7 +25,6 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md", "changelog.md": "CHANGELOG.md"}
-FROM_BENCHMARKS = ("simulate.png",)
 API = {  # heading: what stands under it, of volunteer_kit's public names
     "Lend a machine": ("join_swarm", "status", "Contribution", "Supervisor", "run_demo"),
     "Host": ("host_run", "HostError"),
@@ -53,8 +52,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
-    for name in FROM_BENCHMARKS:
-        files.append(File.generated(config, f"images/{name}", abs_src_path=str(ROOT / "benchmarks" / "results" / name)))
     return files
 
 
@@ -99,7 +96,7 @@ model: tiny
 image_tokenizer: scenes32
 text_tokenizer: words
 data: {kind: scenes, level: 1}
-optimizer: {lr: 3.0e-2, warmup_epochs: 10, total_epochs: 280}
+optimizer: {lr: 3.0e-2, warmup_epochs: 10, total_epochs: 560}
 target_batch_size: 256
 ```
 

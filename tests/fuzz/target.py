@@ -10,7 +10,10 @@ from typing import Any
 
 from tests.fuzz.forms import RAW, Form
 
-MODULES = ("messages", "tensors", "dht", "records", "rounds", "states", "authority", "shards", "runs", "files")
+MODULES = (
+    "messages", "tensors", "dht", "records", "rounds", "nodes", "verified", "states", "authority", "shards", "runs",
+    "files",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

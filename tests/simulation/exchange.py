@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from volunteer_kit.swarm.sync.contributions import Answer, Share
-from volunteer_kit.swarm.sync.messages import AnswersHeld, ExchangeEnded, Round, StartExchange
+from volunteer_kit.swarm.sync.messages import ExchangeEnded, Round, StartExchange
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process
@@ -242,7 +242,7 @@ class Transfers:
         here = digests & process.held
         wanted = sorted(digests - here)
         if not wanted:
-            process.handle(AnswersHeld(digests))
+            process.has(digests)
             return
         found: dict[str, list[bytes]] = {}
         for digest in wanted:

@@ -140,9 +140,9 @@ def _half_is_enough(electorate: Any, agreeing: Any, left: Any = frozenset()) -> 
     return bool(voters) and 2 * len(voters & agreeing) >= len(voters)
 
 
-def _first_order_wins(original: Any, self: Any, sender: str, body: Any) -> None:
-    if self.head is not None and body.order.generation > self.head.generation:
-        original(self, sender, body)
+def _first_order_wins(original: Any, self: Any, order: Any) -> None:
+    if self.head is not None and order.generation > self.head.generation:
+        original(self, order)
 
 
 def _nothing_expires(original: Any, self: Any) -> None:
@@ -281,7 +281,7 @@ PLANTED: dict[str, Planted] = {
         ),
     ),
     "the first rollback order wins": Planted(
-        "broad", "of two orders the higher sequence wins", (around(SyncCore, "_on_order", _first_order_wins),)
+        "broad", "of two orders the higher sequence wins", (around(SyncCore, "_follow_order", _first_order_wins),)
     ),
     "nothing expires": Planted(
         "broad", "a contribution is as old as the run allows", (around(SyncCore, "_expire_stale", _nothing_expires),)

@@ -10,7 +10,7 @@ from tests.simulation.clock import LocalClock
 from tests.simulation.residuals import Residuals
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.certificates import Goodbye
-from volunteer_kit.swarm.sync.contributions import LedgerRecord
+from volunteer_kit.swarm.sync.contributions import LedgerRecord, Slice
 from volunteer_kit.swarm.sync.entries import Entry, Member, RollbackOrder, Verdict
 from volunteer_kit.swarm.sync.log import LogItem
 from volunteer_kit.swarm.sync.messages import (
@@ -157,6 +157,7 @@ class Process:
         self._timers: dict[Timer, int] = {}
         self._timer_count = 0
         self.held: set[bytes] = set()  # digests of answers in memory
+        self._judged: tuple[bytes, frozenset[Slice]] = (b"", frozenset())  # at a head, to be decoded
         self.lineage = b""
         self.parameters = 0
         self.received: dict[bytes, State] = {}  # parameters that came with snapshots, by lineage
@@ -556,9 +557,18 @@ class Process:
         """Answers arrive that were asked for."""
         if self.life == life and self.up:
             self.held.update(digests)
-            self.handle(AnswersHeld(digests))
+            self.has(digests)
+
+    def has(self, digests: frozenset[bytes]) -> None:
+        """They are here, and those that were to be judged fit."""
+        head, judged = self._judged
+        self.handle(AnswersHeld(digests, frozenset(each for each in judged if each.digest in digests), head))
 
     def _fetch_answers(self, action: FetchAnswers) -> None:
+        if action.judged and self.core.head is not None:
+            here, judged = self._judged
+            before = judged if here == self.core.head.lineage else frozenset()
+            self._judged = (self.core.head.lineage, before | {answer.slice for answer in action.judged})
         self.sim.transfers.answers(self, action.digests, action.sources)
 
     # --- actions: state ---

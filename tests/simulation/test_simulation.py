@@ -14,6 +14,7 @@ from tests.simulation.invariants import Violation
 from tests.simulation.modes import MODES, make_schedule, mode_of
 from tests.simulation.schedule import Fault, PeerPlan, Schedule
 from tests.simulation.simulation import Simulation
+from volunteer_kit.swarm.sync.certificates import MOST_OBSERVERS, VOTES_FROM
 from volunteer_kit.swarm.sync.contributions import Ledger
 from volunteer_kit.swarm.sync.core import SyncCore
 from volunteer_kit.swarm.sync.entries import Entry, Member
@@ -95,6 +96,44 @@ def test_clients_alone_wait():
     simulation = Simulation(schedule(peers(3, clients=2), Fault(15.0, "leave", ("p0",))))
     simulation.run()
     assert {process.core.phase.value for process in simulation.processes.values() if not process.left} == {"isolated"}
+
+
+def monitor(name: str, founder: bool = False) -> PeerPlan:
+    """It computes nothing."""
+    return peers(1)[0]._replace(member=Member(name, name, True, observes=True), founder=founder, speed=0.0)
+
+
+def views(simulation: Simulation) -> list[dict[str, Member]]:
+    return [process.core.log.last.membership.view for process in simulation.processes.values() if process.up]
+
+
+def test_a_monitor_that_was_away_votes_again():
+    crash = [Fault(at, "crash", ("m",)) for at in (10.0, 10.5)]
+    cut = Fault(10.0, "partition", ("m",), 60.0)
+    simulation = Simulation(schedule((*peers(4), monitor("m", founder=True)), *crash, cut, quiet_from=100.0))
+    simulation.run()
+    missed = [entry for entry in entries(simulation) if "m" not in {member.peer for member in entry.group}]
+    assert len(missed) > 2, "it was out of the view"
+    for process in simulation.processes.values():
+        membership = process.core.log.last.membership
+        assert membership.entries["m"] == VOTES_FROM and "m" in membership.electorate
+
+
+def test_a_flood_of_identities_that_compute_nothing_takes_two_places():
+    crowd = [monitor(f"m{place}") for place in range(12)]
+    joins = Fault(10.0, "join", tuple(plan.member.peer for plan in crowd))
+    simulation = Simulation(schedule((*peers(3), *crowd), joins, quiet_from=60.0))
+    simulation.run()
+    for view in views(simulation):
+        assert sum(member.observes for member in view.values()) == MOST_OBSERVERS
+        assert {"p0", "p1", "p2"} <= view.keys()
+
+
+def test_who_computes_nothing_and_does_not_say_so_has_no_place():
+    idle = monitor("idle")._replace(member=Member("idle", "idle", True))
+    simulation = Simulation(schedule((*peers(3), idle), Fault(10.0, "join", ("idle",)), quiet_from=40.0))
+    simulation.run()
+    assert all("idle" not in view for view in views(simulation))
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))

@@ -1,6 +1,6 @@
 """The volunteer's side: joins by the authority, and keeps an access token that is good, in a thread of its own.
 
-    authorizer = Authorizer(url, trust, "demo", key, hf_token, on_token=roster.hold, on_refused=leave)
+    authorizer = Authorizer(url, trust, "demo", key, hf_token, on_token=table.hold, on_refused=leave)
     authorizer.join()    # blocks; AuthorityRefused says why not
     authorizer.start()   # refreshes until stop(); nobody waits for it
 

@@ -1,5 +1,5 @@
 """What convicted an account, as the authority keeps it and its moderators read it: findings in words, and whose they
-are. Pure data; where it comes from is swarm/convictions.py, where it goes authority/convictions.py."""
+are. Pure data; where it comes from is swarm/verification/convictions.py, where it goes authority/convictions.py."""
 
 from __future__ import annotations
 

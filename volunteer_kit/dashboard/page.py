@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from volunteer_kit import __version__
 from volunteer_kit.dashboard.state import SILENT_AFTER, State, profile_of
-from volunteer_kit.swarm.failures import CAUSES
+from volunteer_kit.swarm.records.failures import CAUSES
 from volunteer_kit.widgets import words
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from volunteer_kit.dashboard.happenings import SOMEBODY, Names, told
 from volunteer_kit.journal import JournalReader
 from volunteer_kit.journal.bounds import account_key
 from volunteer_kit.runs import RunConfig
-from volunteer_kit.swarm.failures import CAUSES
+from volunteer_kit.swarm.records.failures import CAUSES
 from volunteer_kit.ways_in import Offer, ways_in
 from volunteer_kit.widgets.words import plain
 

@@ -1,7 +1,7 @@
 """Who reads what: leases of ranges of a shard, for one stream epoch.
 
 The stream asks for a lease before it reads and says how far it got; whoever gives leases sees to it that no two
-readers have the same ranges. swarm/leases.py gives them for a swarm, LocalLeases for one reader alone.
+readers have the same ranges. swarm/leases/client.py gives them for a swarm, LocalLeases for one reader alone.
 """
 
 from __future__ import annotations

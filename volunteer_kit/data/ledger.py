@@ -30,20 +30,26 @@ class Ledger:
         self._given.append(batch)
         return batch
 
-    def applied(self, names: Collection) -> Applied:
+    def applied(self, names: Collection, waiting: Collection = ()) -> Applied:
         """A global step took the samples of these names; batches given before the last of them and not in it are
-        lost."""
+        lost, but for those of which samples are still `waiting` for a later step."""
         names = set(names)
         batches = list(self._given)
         taken = [i for i, batch in enumerate(batches) if batch.names[0] in names]
         if not taken:
             return Applied(None, {})
         samples: dict[Lease, int] = {}
+        kept: list[Batch] = []
+        after: Position | None = None
         for i in range(taken[-1] + 1):
             batch = self._given.popleft()
-            if i not in taken:
+            if i in taken:
+                for lease, count in batch.leases.items():
+                    samples[lease] = samples.get(lease, 0) + count
+            elif batch.names[0] in waiting:
+                kept.append(batch)
+            else:
                 self.lost += len(batch.names)
-                continue
-            for lease, count in batch.leases.items():
-                samples[lease] = samples.get(lease, 0) + count
-        return Applied(batches[taken[-1]].after, samples)
+            after = after if kept else batch.after
+        self._given.extendleft(reversed(kept))
+        return Applied(after, samples)

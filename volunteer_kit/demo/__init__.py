@@ -8,6 +8,7 @@ over loopback through a first peer that does not train.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -32,6 +33,7 @@ STARTUP = 240.0  # s for the first epoch to be applied, on a busy machine
 LOOK_EVERY = 0.1  # s between two looks at the events
 KILL_AT, LATE_AT = 0.3, 0.45  # parts of the training time
 FIRST_WAIT = 0.25  # part of the training time that the second act waits for the first to be over
+NOTICE = 3.0  # s in which all volunteers hear which epoch is the last
 GRACE = 120.0  # s beyond the training time for volunteers that are not back yet, on a busy machine
 
 
@@ -173,7 +175,7 @@ class _Script:
     def finish(self) -> None:
         """Everybody trains up to one and the same epoch and saves."""
         self.swarm.take_events()
-        last = self.swarm.newest_epoch + 2
+        last = self.swarm.newest_epoch + max(2, math.ceil(NOTICE / max(0.1, self.state.seconds_an_epoch)))
         self.swarm.finish_at(last)
         self.state.news.append(f"The time is up: everybody stops together after epoch {last}.")
         deadline = time.monotonic() + 60.0 + 4 * self.state.seconds_an_epoch

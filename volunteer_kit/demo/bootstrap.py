@@ -12,9 +12,9 @@ import threading
 
 from volunteer_kit import output
 from volunteer_kit.addressing import loopback_maddr
-from volunteer_kit.swarm.children import end_program
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.net.children import end_program
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 from volunteer_kit.device.cuda import memory_of
 from volunteer_kit.device.machine import usable_memory
 
-HOST_SHARE = 0.8  # of the free RAM: peers' averagers grow, and where there is none left the kernel kills somebody
+HOST_SHARE = 0.8  # of the free RAM: peers' processes grow, and where there is none left the kernel kills somebody
 
 
 class MemoryMeter(Protocol):

@@ -59,7 +59,7 @@ def plan_device(
     reasons = [f"{device.name}: {row.why}", *where]
     batch, why = _by_speed(row, work, threads, peers)
     reasons += why
-    # On a GPU: weights, gradients, accumulators. On the CPU also the optimizer and the averager's buffers. On a TPU the
+    # On a GPU: weights, gradients, accumulators. On the CPU also the optimizer and the gradients' slots. On a TPU the
     # gradients once more as one row of numbers, and the zeros that their sum over parts begins with.
     fixed = work.parameters * {"cpu": 28, "tpu": 20}.get(device.kind, 12)
     room = free * 1e9 / peers * SAFE_SHARE - fixed

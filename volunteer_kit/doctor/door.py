@@ -21,7 +21,6 @@ from volunteer_kit.doctor.proxies import proxies
 from volunteer_kit.doctor.records import Told, kit, records, settings, wrong_clock
 from volunteer_kit.doctor.same_key import same_key
 from volunteer_kit.doctor.same_key import verdict as key_verdict
-from volunteer_kit.doctor.shared_memory import shared_memory
 from volunteer_kit.doctor.steady_clock import steady_clock
 from volunteer_kit.process_group import stops_as_one
 from volunteer_kit.storage.places import NoHome, adopt_home, expanded, kit_folder
@@ -185,8 +184,7 @@ def _looks_that_depend_on(config: Any, home: Path, houses: list[Path], line: Lin
     return [
         Look("memory", SHORT, lambda: looks.memory(parameters)),
         Look("memory limit", SHORT, lambda: limit_of_memory(parameters)),
-        Look("shared memory", LOADING, lambda: shared_memory(parameters, state)),
-        Look("disk", SHORT, lambda: looks.disk(home, state)),
+        Look("disk", SHORT, lambda: looks.disk(home, parameters, state)),
         Look("locks", SHORT, lambda: locks.look(home)),
         Look("volunteer", SHORT, lambda: stopped.look("volunteer", houses)),
         Look("logs", SHORT, lambda: logs(houses)),

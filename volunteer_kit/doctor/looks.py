@@ -85,9 +85,9 @@ def memory(parameters: int | None) -> Finding:
     return verdicts.memory(*usable_memory(), parameters)
 
 
-def disk(folder: Path, state_bytes: int | None) -> Finding:
+def disk(folder: Path, parameters: int | None, state_bytes: int | None) -> Finding:
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    return verdicts.disk(str(folder), shutil.disk_usage(there).free, state_bytes)
+    return verdicts.disk(str(folder), shutil.disk_usage(there).free, parameters, state_bytes)
 
 
 def open_files() -> Finding:
@@ -222,7 +222,7 @@ def first_peers_and_reach(
 def situation() -> str:
     """The kind of line or machine, in words; "" without a network."""
     from volunteer_kit.addressing import LISTEN
-    from volunteer_kit.swarm.reachability import look_at_machine
+    from volunteer_kit.swarm.net.reachability import look_at_machine
 
     machine = look_at_machine(LISTEN)
     return machine.in_words if machine.has else ""
@@ -254,7 +254,7 @@ def authority(config: RunConfig, line: Line | None = None) -> tuple[Finding, str
 
 def _kit_in(said: bytes) -> str:
     """The version that an authority tells; "" where it tells none."""
-    from volunteer_kit.swarm.kits import VERSION
+    from volunteer_kit.swarm.records.kits import VERSION
 
     try:
         kit = json.loads(said)["kit"]

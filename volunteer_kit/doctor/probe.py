@@ -56,8 +56,8 @@ def peer(port: str, may_ask: str, *addresses: str) -> dict:
     :param may_ask: "may_ask": the port is ours to be tried
     """
     from volunteer_kit.addressing import LISTEN
-    from volunteer_kit.swarm import reachability
-    from volunteer_kit.swarm.dial_back import ask_first_peers
+    from volunteer_kit.swarm.net import reachability
+    from volunteer_kit.swarm.net.dial_back import ask_first_peers
 
     results = asyncio.run(_dial_all(addresses))
     answering = [address for address, why_not in results.items() if not why_not]
@@ -93,7 +93,7 @@ async def _dial(p2p, address: str) -> str:
     """Why it cannot be called; "" if it can. Its port is tried first: p2pd is content with any address of the peer."""
     from hivemind.utils.multiaddr import Multiaddr
 
-    from volunteer_kit.swarm.reach import split_address
+    from volunteer_kit.swarm.net.connectivity import split_address
 
     try:
         host, port, _ = split_address(address)

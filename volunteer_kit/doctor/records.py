@@ -38,8 +38,8 @@ def read(run_id: str, identity: str, addresses: Sequence[str]) -> dict[str, Any]
     """
     from volunteer_kit.addressing import loopback_maddr
     from volunteer_kit.swarm.errors import SwarmError
-    from volunteer_kit.swarm.peer import PeerConfig, start_peer
-    from volunteer_kit.swarm.records import PeerBoard
+    from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
+    from volunteer_kit.swarm.records.peer_record import PeerBoard
 
     config = PeerConfig(
         [*addresses], [loopback_maddr()], client_mode=True, startup_timeout=START, check_identity=False
@@ -64,8 +64,8 @@ def _is_taken(dht: Any, run_id: str, identity: Path) -> bool:
     from hivemind.dht.crypto import RSASignatureValidator
     from hivemind.p2p import PeerID
 
-    from volunteer_kit.swarm.identity import load_private_key
-    from volunteer_kit.swarm.same_key import find_instance
+    from volunteer_kit.swarm.net.identity import load_private_key
+    from volunteer_kit.swarm.net.same_key import find_instance
 
     key = identity.read_bytes()
     whose = PeerID.from_identity(key), RSASignatureValidator(load_private_key(key)).local_public_key
@@ -91,7 +91,7 @@ def records(run_id: str, identity: Path | None, addresses: Sequence[str], within
 def kit(others: Sequence[str], own: str, by: str, is_one: bool = False) -> Finding:
     """:param others: versions of the kit that the run's host or peers have
     :param by: whose they are, in words; is_one: of one"""
-    from volunteer_kit.swarm.kits import kit_words
+    from volunteer_kit.swarm.records.kits import kit_words
 
     told = [version for version in others if version]
     if not told:
@@ -114,6 +114,6 @@ def settings(fingerprints: Sequence[str], own: str) -> Finding | None:
 
 def wrong_clock(text: str) -> Finding | None:
     """:param text: that the first peers' clocks differ; "": they do not"""
-    from volunteer_kit.swarm.clock_watch import SET_CLOCK
+    from volunteer_kit.swarm.net.clock_watch import SET_CLOCK
 
     return Finding("peers' clocks", "problem", text, f"{SET_CLOCK}   (in a notebook: restart it)") if text else None

@@ -15,7 +15,7 @@ CALL = 12.0  # s
 
 async def ask(identity_path: str, addresses: Sequence[str]) -> dict:
     """In the probe's process: is the key's peer found through the peers at these addresses?"""
-    from volunteer_kit.swarm.taken_identity import is_taken
+    from volunteer_kit.swarm.net.taken_identity import is_taken
 
     try:
         return {"taken": await is_taken(identity_path, addresses, CALL)}

@@ -18,7 +18,7 @@ def try_fork() -> dict[str, str]:
 
     :returns: `default`: Python's start method here; `error`: why the process did not run, "" if it did
     """
-    from volunteer_kit.swarm.fork_context import FORK
+    from volunteer_kit.swarm.net.fork_context import FORK
 
     default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     try:

@@ -9,7 +9,7 @@ from volunteer_kit.doctor.finding import Finding
 
 def steady_clock() -> Callable[[], Finding]:
     """Begin to watch; :returns: what gives the finding, later."""
-    from volunteer_kit.swarm.clock_watch import SET_CLOCK, ClockWatch
+    from volunteer_kit.swarm.net.clock_watch import SET_CLOCK, ClockWatch
 
     watch = ClockWatch()
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from volunteer_kit.device.plan import least_memory
 from volunteer_kit.doctor.finding import Finding, Level
 from volunteer_kit.packages import Lack
-from volunteer_kit.swarm.clock_watch import LIMIT, SET_CLOCK, in_words
+from volunteer_kit.swarm.net.clock_watch import LIMIT, SET_CLOCK, in_words
 
 GB = 1e9
 CHECKPOINTS = 3  # kept at a time, and one that is being written
+NODE_STATES = 2  # that a node keeps for newcomers
+NODE_SLOTS = 6  # of gradients, float32, in its file: granted ones, and those on their way into a step
 CERTIFICATE_SOON = 14.0  # days
 OPEN_FILES = 65_536  # every tensor that crosses processes holds a file; 1,024 end a run after minutes
 
@@ -72,9 +74,13 @@ def memory(total: float, free: float, parameters: int | None) -> Finding:
     return Finding("memory", "ok", text)
 
 
-def disk(folder: str, free: float, state_bytes: int | None) -> Finding:
-    """Free bytes where checkpoints and the cache lie. :param state_bytes: weights and statistics of the run"""
-    need = 1 * GB + (CHECKPOINTS + 1) * (state_bytes or 0)
+def disk(folder: str, free: float, parameters: int | None, state_bytes: int | None) -> Finding:
+    """Free bytes where checkpoints, the node's files and the cache lie.
+
+    :param parameters: that the run's model learns, :param state_bytes: of weights and statistics; None: no run was
+        given
+    """
+    need = 1 * GB + (CHECKPOINTS + 1 + NODE_STATES) * (state_bytes or 0) + NODE_SLOTS * 4 * (parameters or 0)
     text = f"{free / GB:.1f} GB free in {folder}; about {need / GB:.1f} are needed"
     way_out = f"Make room (du -xh {folder} | sort -h | tail), or choose another disk: export VOLUNTEER_KIT_HOME=/PATH"
     if free < need / 4:

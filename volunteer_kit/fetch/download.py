@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from volunteer_kit.checkpoint import save_checkpoint
-from volunteer_kit.optim.recipe import parameter_names
-from volunteer_kit.runs import RunConfig, build_model, build_optimizer, build_param_groups
-from volunteer_kit.session.options import swarm_options
-from volunteer_kit.swarm.beside import BUFFERS, HeldBuffers
-from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.options import SwarmOptions
-from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
-from volunteer_kit.swarm.state import SwarmStateAverager
+import torch
 
-LOOK_AGAIN = 1.0  # s; who just came declares its state only after a moment
+from volunteer_kit.auth.access_token import Trust
+from volunteer_kit.checkpoint import OPTIMIZER, save_checkpoint
+from volunteer_kit.runs import RunConfig, run_key_of
+from volunteer_kit.session.node_parts import layout_of, node_parts
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.net.identity import load_private_key
+from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
+from volunteer_kit.swarm.node.access import Access
+from volunteer_kit.swarm.node.discovery import nodes_of
+from volunteer_kit.swarm.node.observer import Observer
+from volunteer_kit.swarm.node.signatures import Signatures
+from volunteer_kit.swarm.node.training_state import TrainingState
+from volunteer_kit.swarm.node.transport import Transport
+from volunteer_kit.swarm.sync.entries import Head
+
 SAY_EVERY = 2.0  # s
 
 
@@ -28,67 +36,74 @@ def download_checkpoint(
     Raises SwarmError, CheckpointError.
     """
     say(f"Looking for the run {config.run_id} ...")
-    peer = start_peer(PeerConfig(initial_peers=[*initial_peers], client_mode=True))
-    try:
-        options, model = swarm_options(config), build_model(config)
-        averager = _asking_averager(peer, options, config, model)
-        try:
-            _ask(averager, config, timeout, say)
-            tensors = [parameter.detach().clone() for parameter in averager.state_tensors()[: averager.num_parameters]]
-            names = [*parameter_names(model), *([BUFFERS] if averager.extra_tensors else [])]
-            epoch = averager.local_epoch
-        finally:
-            averager.abandon_statistics()
-            averager.shutdown()
-    finally:
-        peer.shutdown()
+    epoch, named = _ask(config, initial_peers, Words(config, timeout, say))
+    say(f"The model of epoch {epoch} is here.")
     meta = {"run_id": config.run_id, "fingerprint": config.fingerprint, "run": config.model_dump(mode="json")}
-    named = dict(zip(names, tensors, strict=True))
     return save_checkpoint(out, named, {**meta, "epoch": epoch})
 
 
-def _asking_averager(peer: Peer, options: SwarmOptions, config: RunConfig, model) -> SwarmStateAverager:
-    optimizer, scheduler = build_optimizer(config)
-    return SwarmStateAverager(
-        dht=peer.dht,
-        prefix=f"{options.run_key}_state_averager",
-        optimizer=optimizer,
-        params=build_param_groups(config, model),
-        scheduler=scheduler,
-        offload_optimizer=True,
-        custom_gradients=True,
-        client_mode=True,
-        allow_state_sharing=False,
-        min_matchmaking_time=options.matchmaking_time,
-        allreduce_timeout=options.allreduce_timeout,
-        next_chunk_timeout=options.next_chunk_timeout,
-        max_weight=1.0,
-        buffers=HeldBuffers.of_run(model) if options.marks_unused else None,
-        start=True,
-    )
+class Words:
+    """Report the progress of a download, and build the error for one that brought nothing.
+
+    :param timeout: s
+    """
+
+    def __init__(self, config: RunConfig, timeout: float, say: Callable[[str], None]):
+        self._config, self.timeout, self._say = config, timeout, say
+        self._said_at = float("-inf")
+
+    def on_download(self, done: int, total: int) -> None:
+        """Report progress, in bytes."""
+        if time.monotonic() - self._said_at >= SAY_EVERY:
+            self._said_at = time.monotonic()
+            self._say(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+    def nothing_came(self) -> SwarmError:
+        return SwarmError(
+            f"Peers of the swarm answer, but none gave the model of the run {self._config.run_id!r} within "
+            f"{self.timeout:.0f} s.\n"
+            "1. Is anybody training it? Its first peer alone has no model.\n"
+            "2. Is it the same run file? Only peers with the fingerprint "
+            f"{self._config.fingerprint[:12]} are asked.\n"
+            "3. On a slow line, give it longer: fetch_checkpoint(..., timeout=3600).",
+            kind="no_state",
+        )
 
 
-def _ask(averager: SwarmStateAverager, config: RunConfig, timeout: float, say: Callable[[str], None]) -> None:
-    deadline, said_at = time.monotonic() + timeout, float("-inf")
+def _ask(config: RunConfig, initial_peers: Sequence[str], words: Words) -> tuple[int, dict[str, torch.Tensor]]:
+    """:returns: epoch, and tensors by name"""
+    parts, run_key = node_parts(config), run_key_of(config)
+    layout = layout_of(config, parts)
+    codec = layout if layout.goes_by_steps else None
+    state = TrainingState(parts.groups, parts.optimizer, parts.scheduler, parts.names, codec)
+    with tempfile.TemporaryDirectory(prefix="volunteer-kit-") as scratch:
+        identity = Path(scratch) / "identity.key"
+        peer = start_peer(PeerConfig(initial_peers=[*initial_peers], client_mode=True, identity_path=str(identity)))
 
-    def on_download(done: int, total: int) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at >= SAY_EVERY:
-            said_at = time.monotonic()
-            say(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        async def ask() -> Head | None:
+            key = load_private_key(identity.read_bytes())
+            access = Access(Trust.of(config.run_id, config.authority.public_key) if config.authority else None)
+            transport = await Transport.start(peer.daemon_address(), access=access, run_key=run_key)
+            try:
+                signatures = Signatures(key, transport.peer_id, run_key)
+                observer = Observer(
+                    transport,
+                    signatures,
+                    access,
+                    parts.elements,
+                    lambda path, head: state.load(path, head.lineage, head.epoch),
+                    words.on_download,
+                )
+                return await observer.fetch(nodes_of(peer.dht, run_key), Path(scratch) / "state", words.timeout)
+            finally:
+                await transport.close()
 
-    while not averager.load_state_from_peers(
-        timeout=max(1.0, deadline - time.monotonic()), whole=False, on_download=on_download
-    ):
-        if time.monotonic() > deadline:
-            raise SwarmError(
-                f"Peers of the swarm answer, but none gave the model of the run {config.run_id!r} within "
-                f"{timeout:.0f} s.\n"
-                "1. Is anybody training it? Its first peer alone has no model.\n"
-                "2. Is it the same run file? Only peers with the fingerprint "
-                f"{config.fingerprint[:12]} are asked.\n"
-                "3. On a slow line, give it longer: fetch_checkpoint(..., timeout=3600).",
-                kind="no_state",
-            )
-        time.sleep(LOOK_AGAIN)
-    say(f"The model of epoch {averager.local_epoch} is here.")
+        try:
+            head = asyncio.run(ask())
+        finally:
+            peer.shutdown()
+    if head is None:
+        raise words.nothing_came()
+    named = parts.for_checkpoint(state.named())
+    return head.epoch, {name: tensor for name, tensor in named.items() if not name.startswith(OPTIMIZER)}
+

@@ -150,7 +150,7 @@ class Host:
         from volunteer_kit.auth.access_token import KeyFolder
         from volunteer_kit.auth.keys import NO_KEY
         from volunteer_kit.host.run_file import read_given
-        from volunteer_kit.swarm.peer import PeerConfig, check_addresses
+        from volunteer_kit.swarm.net.peer import PeerConfig, check_addresses
 
         saved = self.folder.read()
         if saved.get("run_id", self._run_id) != self._run_id:
@@ -229,7 +229,7 @@ class Host:
         """Volunteers know the run by the peer id of this key: a damaged one is not replaced without a word. Raises
         HostError."""
         from volunteer_kit.swarm.errors import SwarmError
-        from volunteer_kit.swarm.identity import ensure_identity
+        from volunteer_kit.swarm.net.identity import ensure_identity
 
         path = self.folder.identity
         if peer_id and path.exists():

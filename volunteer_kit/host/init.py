@@ -38,7 +38,7 @@ RECIPES = {
         "scenes",
         "  lr: 3.0e-2          # LAMB's: a share of each tensor's own norm\n"
         "  warmup_epochs: 10\n"
-        "  total_epochs: 280   # an epoch is one step of the whole swarm; the run ends with the last one",
+        "  total_epochs: 560   # an epoch is one step of the whole swarm; the run ends with the last one",
         256,
     ),
     "small": Recipe(
@@ -234,14 +234,12 @@ def _swarm(recipe: Recipe, is_local: bool) -> str:
     if is_local:
         return (
             "swarm:  # seconds; for one machine or a local network. Remove all of it for the internet\n"
-            "  matchmaking_time: 1.5\n  allreduce_timeout: 6\n  averaging_timeout: 9\n  load_state_timeout: 60"
+            "  allreduce_timeout: 6\n  load_state_timeout: 60"
         )
     slow = recipe.data_kind == "codes"
     return (
         "swarm:  # seconds\n"
-        "  matchmaking_time: 15     # that a peer waits for others before a round\n"
         f'  allreduce_timeout: {240 if slow else 60}    # raise it when peers report "received < 100 %"\n'
-        f"  averaging_timeout: {300 if slow else 180}\n"
         "  aggregation: centered_clip  # who sends something else than the others moves the average by little\n\n"
         "verification:  # volunteers compute some of each other's samples again; who cheats is banned\n"
         "  share: 0.0625  # of all contributions; raise it for a run of fewer than ten volunteers"

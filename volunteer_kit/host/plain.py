@@ -37,9 +37,9 @@ def host_peer_only(
     """
     from volunteer_kit.runs import RunConfig, load_run
     from volunteer_kit.swarm.errors import SwarmError
-    from volunteer_kit.swarm.peer import PeerConfig, start_peer
-    from volunteer_kit.swarm.records import PeerBoard
-    from volunteer_kit.swarm.same_key import OF_FIRST_PEERS, KeyWatch, Sharing, TwinWatch
+    from volunteer_kit.swarm.net.peer import PeerConfig, start_peer
+    from volunteer_kit.swarm.net.same_key import OF_FIRST_PEERS, KeyWatch, Sharing, TwinWatch
+    from volunteer_kit.swarm.records.peer_record import PeerBoard
 
     config = run if isinstance(run, RunConfig) else load_run(run)
     peer = start_peer(

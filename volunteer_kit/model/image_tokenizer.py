@@ -90,7 +90,10 @@ class PatchVQ(nn.Module):
             nn.Conv2d(hidden, 3 * patch * patch, 1),
             nn.PixelShuffle(patch),
         )
-        self.register_buffer("codebook", F.normalize(torch.randn(config.num_codes, config.code_dim), dim=-1))
+        codebook = torch.empty(config.num_codes, config.code_dim)
+        if not codebook.is_meta:  # to draw what has no values loads torch's compiler, which takes a second
+            codebook = F.normalize(codebook.normal_(), dim=-1)
+        self.register_buffer("codebook", codebook)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from volunteer_kit.auth.authority_client import AuthorityRefused
 from volunteer_kit.monitor.member import Member
 from volunteer_kit.monitor.notes import Notes
-from volunteer_kit.swarm.conviction_keeper import Case, ConvictionKeeper
-from volunteer_kit.swarm.convictions import ConvictionBoard, evidence_of
+from volunteer_kit.swarm.verification.convictions import ConvictionBoard, evidence_of
+from volunteer_kit.swarm.verification.enforcement import Case, ConvictionKeeper
 
 REPORT_EVERY = 5.0  # s between two attempts to reach an authority that is away
 FINAL = ("set_aside", "not_monitor", "nobody", "minority", "malformed", "run", "proof")  # kinds of refusals

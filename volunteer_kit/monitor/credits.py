@@ -1,4 +1,4 @@
-"""Credit, beside the loop: what the reducers signed becomes the ledger, and the ledger the leaderboard."""
+"""Credit, beside the loop: the committed steps become the ledger, and the ledger the leaderboard."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from volunteer_kit.monitor.notes import Notes
-from volunteer_kit.swarm.credit_collector import CreditCollector
-from volunteer_kit.swarm.credit_ledger import CreditLedger
+from volunteer_kit.swarm.credit.accounting import EntryCollector
+from volunteer_kit.swarm.credit.ledger import CreditLedger
 
-LEAST_PAUSE, LONGEST_PAUSE = 5.0, 120.0  # s between two looks
+PAUSE = 5.0  # s between two looks
 
 
 class Credits:
-    """A thread that collects a few times an epoch.
+    """A thread that collects every few seconds.
 
     :param make_collector: ledger -> collector
     :param epoch: where the swarm is
-    :param pause: s between two looks as things are, bounded by the two above
     """
 
     def __init__(
         self,
         path: Path,
         notes: Notes,
-        make_collector: Callable[[CreditLedger], CreditCollector],
+        make_collector: Callable[[CreditLedger], EntryCollector],
         epoch: Callable[[], int],
-        pause: Callable[[], float],
     ):
-        self._path, self._notes, self._make, self._epoch, self._pause = path, notes, make_collector, epoch, pause
-        self.samples = 0  # of all rounds entered, provisional ones too
+        self._path, self._notes, self._make, self._epoch = path, notes, make_collector, epoch
+        self.samples = 0  # of all steps entered
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="credit", daemon=True)
         self._thread.start()
@@ -42,7 +40,7 @@ class Credits:
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        collector: CreditCollector | None = None
+        collector: EntryCollector | None = None
         while not self._stop.is_set():
             try:
                 if collector is None:
@@ -52,13 +50,16 @@ class Credits:
                 self._tell(collector)
             except sqlite3.Error as error:
                 self._notes.warn(_in_words(self._path, error), about="credit")
-            except Exception as error:  # of the DHT or of what strangers signed; the next look comes
+            except Exception as error:  # the next look comes
                 self._notes.complain("credit", f"Credit was not collected: {error!r}")
-            self._stop.wait(min(max(self._pause(), LEAST_PAUSE), LONGEST_PAUSE))
+            self._stop.wait(PAUSE)
         if collector is not None:
-            collector.ledger.close()
+            try:
+                collector.close()
+            except sqlite3.Error as error:
+                self._notes.warn(_in_words(self._path, error), about="credit")
 
-    def _tell(self, collector: CreditCollector) -> None:
+    def _tell(self, collector: EntryCollector) -> None:
         self.samples = sum(collector.ledger.sums())
         self._notes.do("set_leaderboard", collector.ledger.leaderboard())
 

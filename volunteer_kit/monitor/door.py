@@ -21,12 +21,12 @@ from volunteer_kit.auth.process_token import keep_token
 from volunteer_kit.home import Home
 from volunteer_kit.monitor import asked
 from volunteer_kit.monitor.errors import MonitorError
-from volunteer_kit.monitor.member import Addresses
+from volunteer_kit.monitor.own_peer import Addresses
 from volunteer_kit.monitor.recording import find_tracker
 from volunteer_kit.monitor.watch import CHECKPOINT_EVERY, Monitor
 from volunteer_kit.run_reader import find_run_file, read_small, read_yaml
 from volunteer_kit.runs import RunConfig, load_run
-from volunteer_kit.swarm.children import end_program
+from volunteer_kit.swarm.net.children import end_program
 
 TURN = 0.1  # s between two turns of the loop
 FAREWELL = 8.0  # s from the order to stop until the process ends, whatever it waits for

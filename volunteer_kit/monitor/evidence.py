@@ -13,8 +13,7 @@ import torch
 
 from volunteer_kit.checkpoint import is_finite
 from volunteer_kit.monitor.judge import Look
-from volunteer_kit.swarm.acceptance import PublicLoss, StepBound, distances
-from volunteer_kit.swarm.ground import ASTRAY, both_ways
+from volunteer_kit.swarm.state.plausibility import ASTRAY, PublicLoss, StepBound, both_ways, distances
 
 
 @dataclass(frozen=True)

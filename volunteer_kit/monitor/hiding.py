@@ -8,8 +8,8 @@ from hivemind.p2p import PeerID
 
 from volunteer_kit.journal.bounds import account_key
 from volunteer_kit.monitor.notes import Notes
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.records import PeerRecord
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.records.peer_record import PeerRecord
 
 
 def follow_wishes(records: Mapping[PeerID, PeerRecord], admission: Admission, notes: Notes) -> None:

@@ -23,7 +23,6 @@ FAST_NOISE, SLOW_NOISE, GROSS_NOISE = 4.0, 6.0, 10.0  # times the run's own nois
 STREAK, OF = 3, 4  # looks: one bad epoch may be a bad batch
 SLACK = 2  # epochs before the rise: what harmed was there before it showed
 PROBATION = 3  # epochs that must be good after a state until it is signed
-BEHIND = 2  # epochs; one is a step under way
 COOL_DOWN = 4  # epochs after an order in which no other is given: it has to be obeyed first
 AT_MOST = 3  # orders in a row to the same state
 
@@ -71,16 +70,6 @@ def _reason_of_rise(past: Sequence[float], now: float) -> str | None:
         if now > limit and sum(loss > limit for loss in lately) >= STREAK:
             return f"the loss has risen from {before:.2f} to {now:.2f} and stays there"
     return None
-
-
-def is_left_behind(behind: int, disbelieved: int, here: int) -> bool:
-    """Has the swarm gone where no honest steps lead? We hold a good state and cannot follow, since what most of the
-    others would give us is not to be believed. A few who lie about their state do not make it so.
-
-    :param behind: epochs that we are behind the others
-    :param disbelieved: accounts whose states were refused lately; `here`: accounts that are here
-    """
-    return behind >= BEHIND and disbelieved > here / 2
 
 
 def is_good(history: Sequence[Look], now: Look) -> bool:

@@ -20,9 +20,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from volunteer_kit.checkpoint import CheckpointError, clear_leftovers, read_meta, save_checkpoint
 from volunteer_kit.storage import DamagedFile, keep_aside, read_json, write_whole
 from volunteer_kit.storage.epoch_folders import epoch_of, newest_first
-from volunteer_kit.swarm.agreement import MAX_EPOCH
-from volunteer_kit.swarm.chunks import ChunksError, ChunkStore
-from volunteer_kit.swarm.manifest import MAX_SEQUENCE, ROOT_SIZE, Manifest
+from volunteer_kit.swarm.state.agreement import MAX_EPOCH
+from volunteer_kit.swarm.state.chunk_store import ChunksError, ChunkStore
+from volunteer_kit.swarm.state.manifest import MAX_SEQUENCE, ROOT_SIZE, Manifest
 
 KEPT = 5  # confirmed states; each as large as a state, twice where they are signed
 RECORD = "kept.json"  # in a checkpoint's folder: its entry of the list, of which the list can be made anew

@@ -18,7 +18,8 @@ from volunteer_kit.monitor.recording import Recorder
 from volunteer_kit.monitor.rounds import Rounds
 from volunteer_kit.monitor.summary import Summary, summarize
 from volunteer_kit.monitor.turn import MonitorBoard
-from volunteer_kit.swarm.records import PeerRecord
+from volunteer_kit.swarm.records.device_speeds import MAX_SAMPLES_PER_SECOND
+from volunteer_kit.swarm.records.peer_record import PeerRecord
 
 LOOK_EVERY = 4.0  # s
 STILL = 3  # times what a step took, after which the swarm stands still
@@ -69,7 +70,7 @@ class Lookout:
         self._member, self._notes, self._recorder, self._pace, self._more = member, notes, recorder, pace, more
         self._people, self._rounds = People(notes, member.admission), Rounds(notes)
         run = member.run
-        self._monitors = MonitorBoard(member.peer.dht, run.run_id, run.fingerprint, member.is_monitor)
+        self._monitors = MonitorBoard(member.peer.dht, run.run_id, run.fingerprint, member.own.is_monitor)
         self._refused = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
@@ -110,10 +111,10 @@ class Lookout:
         claims = self._people.claims(self.records)
         pace = self._pace.epochs_per_second(time.monotonic())
         measured = None if pace is None else pace * member.run.target_batch_size
-        self.summary = summarize(claims, measured, member.optimizer.options.max_samples_per_second)
+        self.summary = summarize(claims, measured, MAX_SAMPLES_PER_SECOND)
         self._people.look(self.records, claims)
         self._rounds.look(self.records, (claim.peer_id for claim in claims), member.epoch)
-        self._rounds.hear(member.optimizer.reports)
+        member.reports.clear()
         self._tell_refusals()
         self._write()
 
@@ -129,7 +130,7 @@ class Lookout:
     def _write(self) -> None:
         member, summary = self._member, self.summary
         more = self._more()
-        progress = member.optimizer.tracker.global_progress.samples_accumulated / member.run.target_batch_size
+        progress = member.samples_of_epoch / member.run.target_batch_size
         row = {
             "time": time.time(),
             "epoch": member.epoch,

@@ -13,8 +13,8 @@ from volunteer_kit.auth.access_token import BanList, account_digest
 from volunteer_kit.monitor.notes import Notes
 from volunteer_kit.monitor.summary import Claim, outliers
 from volunteer_kit.storage import DamagedFile, keep_aside, read_json, write_whole
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.records import PeerRecord
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.records.peer_record import PeerRecord
 
 TELL_AGAIN = 3600.0  # s after which an outlier that is still one is told again
 MOST = 20_000  # peers that are remembered

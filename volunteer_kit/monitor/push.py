@@ -23,7 +23,7 @@ def push(task: dict[str, Any]) -> dict[str, Any]:
     from volunteer_kit.monitor import fine_tune_card
     from volunteer_kit.monitor.card import CURVE, draw_curve, model_card
     from volunteer_kit.runs import FineTuneConfig, load_run
-    from volunteer_kit.swarm.beside import put_buffers
+    from volunteer_kit.swarm.rounds.beside import put_buffers
     from volunteer_kit.ways_in import read_offer
 
     run, epoch, checkpoint = load_run(task["run"]), task["epoch"], Path(task["checkpoint"])

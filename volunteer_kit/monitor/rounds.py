@@ -1,16 +1,14 @@
-"""How the swarm's rounds went: what all peers count of theirs, added up; and whether the network keeps up."""
+"""Add up how the swarm's rounds went, from what all peers count of theirs."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 from hivemind.p2p import PeerID
 
 from volunteer_kit.monitor.notes import Notes
-from volunteer_kit.swarm.failures import RoundCounts
-from volunteer_kit.swarm.options import StepReport
-from volunteer_kit.swarm.records import PeerRecord
+from volunteer_kit.swarm.records.failures import RoundCounts
+from volunteer_kit.swarm.records.peer_record import PeerRecord
 
 MORE = 3  # rounds beside the swarm's own steps that a peer can have been in between two records
 MOST = 20_000  # peers that are remembered
@@ -41,12 +39,3 @@ class Rounds:
             del self._last[next(iter(self._last))]
         if came.rounds:
             self._notes.do("add_rounds", came.rounds, came.complete_groups, came.failed)
-
-    def hear(self, reports: deque[StepReport]) -> None:
-        """Take the monitor's own, of rounds in which it was. What the last one says of the network, the host is told:
-        it can change target_batch_size, a volunteer cannot."""
-        last = None
-        while reports:
-            last = reports.popleft()
-        if last is not None and last.slow_network is not None:
-            self._notes.warn(last.slow_network, about="slow network")

@@ -1,31 +1,63 @@
-"""What this monitor signs: which states are good, and to which the run goes back. And what others have signed."""
+"""Sign which states are good, and the rollback orders that this monitor's node sends. Follow what others have
+signed."""
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hivemind.utils import get_dht_time
 
 from volunteer_kit.auth.access_token import KeysError
 from volunteer_kit.auth.keys import TokenError
+from volunteer_kit.checkpoint import CheckpointError, load_checkpoint
 from volunteer_kit.monitor.kept import Kept, KeptStates
-from volunteer_kit.monitor.member import Member
 from volunteer_kit.monitor.notes import Notes
-from volunteer_kit.swarm.manifest import MANIFEST_EVERY, Manifest, Order
+from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.node.member import SEQUENCE_BITS
+from volunteer_kit.swarm.state.manifest import MANIFEST_EVERY, Manifest, Statements
+
+if TYPE_CHECKING:
+    from volunteer_kit.monitor.member import Member
 
 AGAIN = 10.0  # s until something that no node took is published again
-AHEAD, AHEAD_SECONDS = 50, 3600.0  # epochs, and s of epochs, that the others can be ahead of us
-HEARD_WITHIN = 20.0  # s in which every peer hears of an order; they make steps meanwhile
+FOLLOWED_WITHIN: Final = 30.0  # s; others hear of an order as soon as this monitor's own node
+
+
+class LastOrder(NamedTuple):
+    """An order that is in the state."""
+
+    number: int
+    parent: bytes  # lineage of the checkpoint
+
+
+class GivenOrder(NamedTuple):
+    """An order that this monitor's node follows."""
+
+    sequence: int  # its number
+    to_epoch: int
+    resume_epoch: int
+    root: bytes  # what a state is known by: its lineage
 
 
 class Signing:
-    """Of a run with an authority. To be called from the loop; each call is one or two looks into the DHT."""
+    """Sign in a run with an authority. Call it from the loop; each call looks into the DHT once or twice.
 
-    def __init__(self, member: Member, kept: KeptStates, notes: Notes):
-        self._member, self._kept, self._notes = member, kept, notes
-        self._statements = member.optimizer.statements
+    :param followed_within: s, for this monitor's own node to follow an order
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        statements: Statements,
+        kept: KeptStates,
+        notes: Notes,
+        followed_within: float = FOLLOWED_WITHIN,
+    ):
+        self._member, self._statements, self._kept, self._notes = member, statements, kept, notes
+        self._followed_within = followed_within
         self._newest: Manifest | None = None  # that anybody signed
         self._not_before = 0.0
         for one in kept.all:  # its own file may be damaged, and what we signed is below no later statement
@@ -61,7 +93,9 @@ class Signing:
     def _publish(self, one: Kept) -> None:
         try:
             manifest = self._manifest(one)
-            if self._is_out(manifest, "manifest"):
+            # a store that nobody answered in time may have been done all the same
+            is_out = self._statements.publish(self._member.own.signer().sign, manifest)
+            if is_out or self._statements.find("manifest") == manifest:
                 self._newest = manifest
                 self._kept.update(one, one.with_manifest(manifest))
                 self._statements.sequences.raise_to("manifest", manifest.sequence)
@@ -70,10 +104,6 @@ class Signing:
         except (KeysError, TokenError, OSError) as error:
             self._notes.warn(f"The state of step {one.epoch} could not be signed: {error}")
         self._not_before = time.monotonic() + AGAIN
-
-    def _is_out(self, said: Manifest | Order, kind: str) -> bool:
-        """Sign, and store. A store that nobody answered in time may have been done all the same."""
-        return self._statements.publish(self._member.signer().sign, said) or self._statements.find(kind) == said
 
     def _manifest(self, one: Kept) -> Manifest:
         now = get_dht_time()
@@ -92,30 +122,38 @@ class Signing:
 
     # --- orders ---
 
-    def order(self, one: Kept, epochs_per_second: float) -> Order | None:
-        """Tell everybody to go back to a state. :returns: the order, None if it could not be given (told).
-
-        :param epochs_per_second: of the swarm; the new number must be above that of anybody who has not heard yet
-        """
-        optimizer, now = self._member.optimizer, get_dht_time()
-        # one who claims to be far ahead must not move the number: epochs only go on, and the schedule ends with them
-        most = optimizer.local_epoch + AHEAD + math.ceil(AHEAD_SECONDS * epochs_per_second)
-        newest = max(optimizer.local_epoch, min(optimizer.tracker.global_epoch, most), one.epoch)
+    def order(self, one: Kept) -> GivenOrder | None:
+        """Order everybody back to a state. :returns: the order, None if it could not be given (told)."""
+        member = self._member
         try:
-            order = Order(
-                run_key=self._member.run_key,
-                sequence=max(self._statements.next_sequence("rollback"), self._member.order + 1),
-                resume_epoch=newest + 3 + math.ceil(HEARD_WITHIN * epochs_per_second),
-                issued_at=now,
-                expires_at=self._statements.expiry("rollback", now),
-                manifest=one.signed or self._manifest(one),
-            )
-            if self._is_out(order, "rollback"):
-                return order
-            self._notes.warn("No peer took the order to go back; the monitor tries again.")
-        except (KeysError, TokenError, OSError) as error:
-            self._notes.warn(f"The order to go back to step {one.epoch} could not be signed: {error}")
-        return None
+            found = load_checkpoint(self._kept.checkpoints / one.checkpoint, fingerprint=member.run.fingerprint)
+            sign = partial(member.own.signer().sign, "order")
+            order = member.order_back(found.tensors, found.meta, sign)
+        except (KeysError, CheckpointError, OSError, KeyError, SwarmError) as error:
+            self._notes.warn(f"The order to go back to step {one.epoch} could not be given: {error}")
+            return None
+        if order is None or not self._is_followed(order.parent, order.generation):
+            self._notes.warn("This monitor's node did not give the order to go back; the monitor tries again.")
+            return None
+        return GivenOrder(member.order, one.epoch, order.epoch, order.parent)
 
-    def last_order(self) -> Order | None:
-        return self._statements.find("rollback")
+    def _is_followed(self, parent: bytes, generation: int) -> bool:
+        deadline = time.monotonic() + self._followed_within
+        while time.monotonic() < deadline:
+            last = self._member.last_order
+            if last is not None and last.parent == parent and last.number >> SEQUENCE_BITS == generation:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def last_order(self) -> GivenOrder | None:
+        """The order that is in the state, this monitor's or another one's; None where its checkpoint's step is not
+        known any more."""
+        last = self._member.last_order
+        if last is None:
+            return None
+        kept = [one.epoch for one in self._kept.all if one.lineage == last.parent.hex()]
+        to_epoch = kept[0] if kept else self._member.epoch_of(last.parent)
+        if to_epoch is None:
+            return None
+        return GivenOrder(last.number, to_epoch, self._member.epoch, last.parent)

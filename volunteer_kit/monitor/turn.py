@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from hivemind.dht import DHT
 from hivemind.p2p import PeerID
 
-from volunteer_kit.swarm.records import PeerBoard, PeerRecord
+from volunteer_kit.swarm.records.peer_record import PeerBoard, PeerRecord
 
 SAY_EVERY = 5.0  # s
 SILENCE = 25.0  # s after which a monitor is taken for dead

@@ -20,18 +20,17 @@ from volunteer_kit.monitor.evidence import Looker, Seen
 from volunteer_kit.monitor.judge import PROBATION, Look, is_good, should_roll_back
 from volunteer_kit.monitor.kept import Kept, KeptStates, Writer
 from volunteer_kit.monitor.lookout import Lookout, Pace
-from volunteer_kit.monitor.member import Addresses, Member
+from volunteer_kit.monitor.member import Member
 from volunteer_kit.monitor.notes import Notes
+from volunteer_kit.monitor.own_peer import Addresses
 from volunteer_kit.monitor.people import Bans
 from volunteer_kit.monitor.recording import Recorder, Tracker
-from volunteer_kit.monitor.rescue import Disbelief, Rescue
-from volunteer_kit.monitor.signing import Signing
+from volunteer_kit.monitor.rescue import Rescue
 from volunteer_kit.runs import RunConfig
-from volunteer_kit.swarm.credit_collector import CreditCollector
-from volunteer_kit.swarm.credit_ledger import CreditLedger
-from volunteer_kit.swarm.identity import give_up_key
-from volunteer_kit.swarm.same_key import CLONED, HOW_COME, KeyWatch, Sharing, TwinWatch
-from volunteer_kit.swarm.transfer import StateRefused
+from volunteer_kit.swarm.credit.accounting import EntryCollector
+from volunteer_kit.swarm.credit.ledger import CreditLedger
+from volunteer_kit.swarm.net.identity import give_up_key
+from volunteer_kit.swarm.net.same_key import CLONED, HOW_COME, KeyWatch, Sharing, TwinWatch
 
 CHECKPOINT_EVERY = 10  # epochs
 REMEMBERED = 300  # looks
@@ -71,10 +70,9 @@ class Monitor:
     ):
         self.run, self._home, self._every, self._say = run, home, checkpoint_every, say
         self._new_bans: deque[BanList] = deque(maxlen=1)
-        self._disbelief = Disbelief()
         self.why_over: str | None = None
         self._twins: TwinWatch | None = None
-        self.member = Member(run, home, keys, addresses, self._note_refusal, self._new_bans.append, on_broken)
+        self.member = Member(run, home, keys, addresses, self._new_bans.append, on_broken)
         try:
             self._begin(push_to, token, tracker)
         except BaseException:
@@ -88,11 +86,10 @@ class Monitor:
         self._bans = Bans(path / "bans.json", run.run_id, self.notes)
         self.kept = KeptStates(path, self._warn_host)
         self._resume()
-        member.optimizer.state_averager.signed = deque(self.kept.roots)
         member.join()
-        self.signing = Signing(member, self.kept, self.notes) if member.signs else None
+        self.signing = member.make_signing(self.kept, self.notes) if member.own.signs else None
         meta = {"run_id": run.run_id, "fingerprint": run.fingerprint, "run": run.model_dump(mode="json")}
-        self._writer = Writer(self.kept, member.tensor_names, meta, chunks=member.signs)
+        self._writer = Writer(self.kept, member.tensor_names, meta, chunks=member.own.signs)
         self._looker = Looker(member.step_bound, member.public_loss)
         self._history: deque[tuple[Look, bool]] = deque(maxlen=REMEMBERED)  # and whether it was good
         self._order = member.order
@@ -106,10 +103,8 @@ class Monitor:
             path / "metrics.jsonl", tracker, settings, lambda text: self.notes.complain("metrics", text) and None
         )
         self._lookout = Lookout(member, self.notes, self._recorder, self._pace, self._numbers)
-        self._rescue = Rescue(
-            run, member, self.kept, self.signing, self._lookout, self._disbelief, self.notes, self._pace
-        )
-        self._credits = Credits(path / "credit.sqlite", self.notes, self._collector, lambda: member.epoch, self._pause)
+        self._rescue = Rescue(run, member, self.kept, self.signing, self._lookout, self.notes)
+        self._credits = Credits(path / "credit.sqlite", self.notes, self._collector, lambda: member.epoch)
         self._convictions = Convictions(member, self.notes, self._lookout.name_of, self._bans.explain)
         self._errands = Errands(run, self.kept, self.notes, push_to, token, self._say)
         key = KeyWatch(member.peer.dht, run.run_id, member.peer.peer_id)
@@ -155,25 +150,8 @@ class Monitor:
         self._warn_host(text)
         self.why_over = text
 
-    def _note_refusal(self, peer_id: str, why: str) -> None:
-        self._disbelief.note(peer_id, why, self.member.optimizer.state_averager.refused_for_distance)
-
-    def _collector(self, ledger: CreditLedger) -> CreditCollector:
-        member, account_of = self.member, self.member.admission.account_of
-        return CreditCollector(
-            member.receipts,
-            ledger,
-            None if member.admission.is_open else account_of,
-            self._lookout.name_of,
-            member.is_monitor,
-            lambda: list(self._lookout.records),
-            max_samples=2 * self.run.target_batch_size,
-        )
-
-    def _pause(self) -> float:
-        """s: a third of an epoch."""
-        pace = self._pace.epochs_per_second(time.monotonic())
-        return 1 / (3 * pace) if pace else 30.0
+    def _collector(self, ledger: CreditLedger) -> EntryCollector:
+        return self.member.make_collector(ledger, self._lookout.name_of, self.notes.warn)
 
     def _numbers(self) -> dict[str, Any]:
         """For a row of metrics, beside what the lookout knows."""
@@ -225,12 +203,13 @@ class Monitor:
                 self.signing.look()
             if self._lookout.is_our_turn:
                 self.signing.sign_what_is_due()
-            self.member.optimizer.state_averager.signed = deque(self.kept.roots)
         asked.answer_all(self._home.path, self.go_back_by_hand)
         self._errands.look()
+        while self.member.news:
+            self.notes.warn(self.member.news.popleft())
         while self._new_bans:
             self._bans.take(self._new_bans.popleft())
-        self._rescue.look_after_the_others(self._looks, now)
+        self._rescue.try_again(now)
 
     def _follow_orders(self) -> None:
         """Somebody's order was obeyed, ours or another monitor's: what came after its state is no longer the run's."""
@@ -244,7 +223,6 @@ class Monitor:
             self._cut(order.to_epoch)
 
     def _cut(self, to_epoch: int) -> None:
-        self._disbelief.clear()
         self._history = deque((one for one in self._history if one[0].epoch <= to_epoch), maxlen=REMEMBERED)
         self._try(lambda: self.kept.give_up_after(to_epoch))
 
@@ -295,10 +273,7 @@ class Monitor:
         new, idle = member.epoch - last, now - self._moved_at > max(IDLE, IDLE_EPOCHS / pace if pace else 0.0)
         is_due = new >= self._every and (member.epoch % self._every == 0 or new >= 1.5 * self._every)
         if new > 0 and (is_due or idle):
-            try:
-                self._writer.submit(*member.copy())
-            except StateRefused:  # statistics are on their way
-                return
+            self._writer.submit(*member.copy())
         elif idle and self.kept.waiting:
             self._confirm(member.epoch, probation=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -12,8 +13,8 @@ class ExactStateOptimizer(torch.optim.Optimizer):
     """Base of the kit's optimizers: state_dict() has one structure for life, and loading it changes no type.
 
     A subclass says in `new_state` which statistics one parameter has; they are created as soon as the parameter is
-    added. hivemind then needs no trial step to learn the structure of the state, and it can share the tensors with
-    its averager: loading copies into them, it never replaces them.
+    added. So no trial step is needed to learn the structure of the state; loading copies into the tensors, it never
+    replaces them.
     """
 
     non_negative: frozenset[str] = frozenset()  # statistics whose values below zero are refused: their root is NaN
@@ -24,7 +25,8 @@ class ExactStateOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, and creates the zero statistics of the new parameters."""
-        super().add_param_group(param_group)
+        # what torch has wrapped it in loads torch's compiler, a second of each worker's start
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         for param in group["params"]:
             self.state[param] = self.new_state(param, group)

@@ -50,8 +50,7 @@ class Lamb8bit(Lamb):
             raise ValueError(
                 f"8-bit LAMB works on contiguous tensors on the CPU; a parameter {tuple(param.shape)} is on "
                 f"{param.device}.\n"
-                "1. In a swarm: hivemind.Optimizer(..., offload_optimizer=True) keeps the optimizer's copy there.\n"
-                "2. Else use Lamb, or statistics_bits: 32 in the run file."
+                "1. Move it there, or use Lamb (statistics_bits: 32 in the run file)."
             )
         fused = fused_kernels()
         codes = {"exp_avg": fused.ZERO_MEAN, "exp_avg_sq": fused.ZERO_ROOT}

@@ -66,9 +66,9 @@ def parameter_names(model: nn.Module | NamedParameters) -> list[str]:
 def build_optimizer_factory(
     config: OptimizerConfig,
 ) -> tuple[Callable[[Iterable[Any]], Lamb], Callable[[torch.optim.Optimizer], LambdaLR]]:
-    """(parameters or groups -> Lamb or Lamb8bit, optimizer -> scheduler), as hivemind.Optimizer takes them.
+    """(parameters or groups -> Lamb or Lamb8bit, optimizer -> scheduler), as NodeOptimizer takes them.
 
-    hivemind steps the scheduler once an epoch, catching up after a join, so the schedule counts the swarm's epochs.
+    The scheduler is stepped once an epoch, catching up after a join, so the schedule counts the swarm's epochs.
     """
     settings = config.model_dump(exclude={"warmup_epochs", "total_epochs", "statistics_bits"})
     schedule = LinearSchedule(config.warmup_epochs, config.total_epochs)

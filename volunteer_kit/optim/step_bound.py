@@ -32,16 +32,10 @@ class LambStepBound:
     at most the sum of the lr(t) * min(N(t), clamp): it grows like exp(sum of lr), no faster than in a line once N is
     past the clamp. A step is taken once an epoch or, when its gradient is not finite, not at all. lr(t) is the larger
     of the schedule's at t and t + 1, for peers that step the schedule a moment later.
-
-    Outside of it are rounds that average parameters themselves (SwarmOptions.average_state_every): a mean of states
-    inside the bound is inside, but the codec they travel in rounds by up to `rounding_per_epoch` of a norm.
-
-    :param rounding_per_epoch: of each tensor's norm; 0 where parameters are not averaged. Turn it up when honest states
-        are refused in a run that averages parameters
     """
 
-    def __init__(self, config: OptimizerConfig, rounding_per_epoch: float = 0.0):
-        self.config, self.rounding = config, ROUNDING + rounding_per_epoch
+    def __init__(self, config: OptimizerConfig):
+        self.config = config
         self._schedule = LinearSchedule(config.warmup_epochs, config.total_epochs)
         self._first = max(1.0, (1 - config.betas[0]) / math.sqrt(1 - config.betas[1]))
 
@@ -58,5 +52,5 @@ class LambStepBound:
             for epoch in range(epoch0, epoch1):
                 largest = start + moved
                 steps = np.maximum(np.minimum(largest, self.config.clamp_value), first)
-                moved += self.rate(epoch) * steps + self.rounding * largest
+                moved += self.rate(epoch) * steps + ROUNDING * largest
         return (FACTOR * moved).tolist()

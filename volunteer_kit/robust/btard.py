@@ -5,7 +5,7 @@ Scale" (BTARD), Alg. 2, adapted to members of different speed that come and go:
 
 1. `commit`: each member fixes its weight, its list of samples, the bytes that it will send and a random number, and
    tells what it has found since the last round.
-2. The exchange itself, parts to reducers and averages back, is the averager's.
+2. The exchange itself, parts to reducers and averages back, is the node's.
 3. `reveal`: the numbers are shown; together they are the seed of a direction z and of the draws: whose contribution is
    looked at, and who computes it again.
 4. `state`: each member says of each part that it sent its length, its distance from the answer and its sketch along z;
@@ -78,11 +78,30 @@ class Verifier:
     ) -> VerifiedRound:
         """:param apart: members that hold another model than most. What they computed on it nobody else can compute: it
         does not enter, and they are neither looked at nor asked"""
+        this = VerifiedRound(self, round_id, epoch, group, apart)
+        self.enter(this)
+        return this
+
+    def prepare(self, round_id: bytes, epoch: int, group: Sequence[Peer]) -> VerifiedRound:
+        """A round that may come to nothing: it has no effect before `enter`. Members agree on the list of those who
+        committed: a member that is not in it was late, and takes no part."""
+        return VerifiedRound(self, round_id, epoch, group, is_listed=True)
+
+    def enter(self, this: VerifiedRound) -> None:
+        """It is one of this peer's rounds, the newest."""
         self._begun += 1
-        this = self._rounds[round_id] = VerifiedRound(self, round_id, epoch, group, apart)
+        self._rounds[this.round_id] = this
         while len(self._rounds) > self.settings.patience + 1:
             self._forget(*self._rounds.popitem(last=False))
-        return this
+
+    def saw_through(self, this: VerifiedRound) -> None:
+        """Note that what a round's members stated is here. Rounds may come to that in another order than they began."""
+        known = list(self._rounds)
+        last = self.last_seen_through
+        if last is None or last.round_id not in self._rounds or this.round_id not in self._rounds:
+            self.last_seen_through = this
+        elif known.index(this.round_id) > known.index(last.round_id):
+            self.last_seen_through = this
 
     def meet_electors(self, peers: Iterable[Peer]) -> None:
         """They are trusted, and trained in this round."""
@@ -108,10 +127,15 @@ class Verifier:
     def close_suspects(self, latest: VerifiedRound) -> None:
         """What accusers had to say of earlier rounds has come with the commitments of this one. Who stays away for half
         of the time in which votes are taken has nothing to say."""
-        present = {latest.group[place] for place in latest.commits}
+        order = {round_id: number for number, round_id in enumerate(self._rounds)}
         for age, this in enumerate(reversed(self._rounds.values())):
             if this is not latest and this.docket is not None:
-                this.close_suspects(present if age <= self.settings.patience // 2 else None)
+                heard = {  # members that had heard its statements when they committed
+                    latest.group[place]
+                    for place, commit in latest.commits.items()
+                    if not latest.is_listed or order.get(commit.of, -1) >= order[this.round_id]
+                }
+                this.close_suspects(heard if age <= self.settings.patience // 2 else None)
 
     def _forget(self, round_id: bytes, old: VerifiedRound) -> None:
         for check in old.checks.values():
@@ -139,6 +163,10 @@ class Verifier:
     def accusations(self, round_id: bytes) -> list[Accusation]:
         """Ours, of a round, that are still to be told."""
         return [news for news in self._news if isinstance(news, Accusation) and news.round_id == round_id]
+
+    def say_again(self, news: Iterable[News]) -> None:
+        """They were told in a round that came to nothing."""
+        self._news = [*news, *self._news]
 
     def take_news(self) -> tuple[News, ...]:
         taken, self._news = self._news[:MAX_NEWS], self._news[MAX_NEWS:]

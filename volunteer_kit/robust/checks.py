@@ -8,20 +8,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from volunteer_kit.robust.draw import Range
-from volunteer_kit.robust.messages import Samples, Statement
+from volunteer_kit.robust.messages import Load, Samples, Statement
 from volunteer_kit.robust.reducing import DISTANCE, SUMS
 from volunteer_kit.robust.sketch import mismatch
 
 
 @dataclass
 class Check:
-    """A target's contribution, and what validators have reported of it."""
+    """A target's contribution, and what validators have reported of it.
+
+    :param weights: of each slice, (slices, 1), where its samples do not all count in full; None: they do
+    """
 
     target: int
     ranges: tuple[Range, ...]
     samples: Samples
     slices: tuple[int, ...]
     sent: np.ndarray  # (slices, sums)
+    weights: np.ndarray | None = None
+    loads: tuple[Load, ...] = ()
     reports: dict[int, np.ndarray] = field(default_factory=dict)
     done: bool = False
 
@@ -31,7 +36,8 @@ class Check:
 
     def mismatch(self, totals: Sequence[np.ndarray]) -> float:
         """:param totals: of all ranges, (slices, sums) of the sum of gradients"""
-        return mismatch(self.sent, sum(totals) / len(self.samples.names))
+        weights = len(self.samples.names) if self.weights is None else self.weights
+        return mismatch(self.sent, sum(totals) / weights)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,20 @@ def _feed(digest: Any, value: Any) -> None:
         value = value.tobytes()
     said = value if isinstance(value, bytes) else repr(value).encode()
     digest.update(b"%s%d:" % (type(value).__name__[:1].encode(), len(said)) + said)
+
+
+class Load(NamedTuple):
+    """Samples of a contribution that count alike, where a member brings several sums of different ages.
+
+    :param birth: epoch of the model that they were computed on
+    :param factor: on their weight
+    :param parts: a bit for each part of the vector that they are in
+    """
+
+    birth: int
+    samples: int
+    factor: float
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,7 @@ class Commit:
     :param news: what has been found since the last round
     :param of: the last round that this member went through; :param stated: digest of each member's Statement there, as
         this one heard it, b"" for none
+    :param loads: of the samples, in their order; none: all were computed on the round's model, and count in full
     """
 
     weight: float
@@ -134,6 +149,13 @@ class Commit:
     news: tuple[News, ...] = ()
     of: bytes = b""
     stated: tuple[bytes, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+    def weight_of(self, part: int) -> float:
+        """Return the weight of one part of the vector."""
+        if not self.loads:
+            return self.weight
+        return sum(load.factor * load.samples for load in self.loads if load.parts >> part & 1)
 
 
 @dataclass(frozen=True)
@@ -177,6 +199,7 @@ class Duty:
     :param epoch: of the model, before the round's step
     :param samples: the target's whole list
     :param slices: values in each reducer's slice, in the vector's order
+    :param loads: of the samples; see Commit. Slices are parts then
     """
 
     kind: str
@@ -188,6 +211,7 @@ class Duty:
     seed: bytes
     slices: tuple[int, ...]
     part: int = 0
+    loads: tuple[Load, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,16 @@ class RoundVerdicts:
     """What its members have told, and what follows from it in the rounds after."""
 
     def __init__(
-        self, verifier: Verifier, round_id: bytes, epoch: int, group: Sequence[Peer], apart: Collection[Peer] = ()
+        self,
+        verifier: Verifier,
+        round_id: bytes,
+        epoch: int,
+        group: Sequence[Peer],
+        apart: Collection[Peer] = (),
+        is_listed: bool = False,
     ):
         self._verifier, self._settings = verifier, verifier.settings
+        self.is_listed = is_listed
         self.round_id, self.epoch, self.group = round_id, epoch, tuple(group)
         self.own = self.group.index(verifier.own_id)
         self.apart = frozenset(place for place, peer in enumerate(self.group) if peer in apart)
@@ -88,7 +95,7 @@ class RoundVerdicts:
 
     def _duty(self, kind: str, check: Check, ranges: tuple[tuple[int, int], ...], part: int = 0) -> Duty:
         about = (self.round_id, self.epoch, check.target, check.samples)
-        return Duty(kind, *about, ranges, self.seed, check.slices, part)
+        return Duty(kind, *about, ranges, self.seed, check.slices, part, check.loads)
 
     def take_report(self, place: int, report: Report) -> None:
         check = self.checks.get(report.target)

@@ -125,6 +125,7 @@ class Told:
                 continue
             said = self.reveals[part.reducer].counted
             counted = [place for place in sorted(self.commits) if place < len(said) and said[place] > part.index]
+            counted = [place for place in counted if self.commits[place].weight_of(position) > 0]
             believed = [place for place in counted if place in self.statements and place not in contested]
             if self._is_off(counted, believed, position, part.reducer, answers[position], clips, tolerance):
                 found.setdefault(part.reducer, []).append(position)
@@ -147,10 +148,10 @@ class Told:
         twice that is allowed for whom we have no word of, up to a quarter of the weight; and where a distance can only
         be estimated, what the sketch leaves open.
         """
-        working = {place for place in self._here if self.commits[place].weight > 0}
+        working = {place for place in self._here if self.commits[place].weight_of(position) > 0}
         if 2 * len(working & set(counted)) < len(working):  # by number: weights are what senders say
             return True  # it could else count whom it likes, or itself alone
-        weights, total = self._weights(stated), sum(self._weights(counted))
+        weights, total = self._weights(stated, position), sum(self._weights(counted, position))
         unheard = 1.0 - sum(weights) / total if total > 0 else 1.0
         if unheard > (MOST_UNHEARD if clips else 0.0):
             return False
@@ -160,8 +161,8 @@ class Told:
         allowed = tolerance if guessed.any() else ROUNDING
         return residual(numbers, weights, answer, clips) > allowed + 2 * unheard
 
-    def _weights(self, places: Collection[int]) -> list[float]:
-        return [self.commits[place].weight for place in places]
+    def _weights(self, places: Collection[int], position: int) -> list[float]:
+        return [self.commits[place].weight_of(position) for place in places]
 
     @property
     def _here(self) -> frozenset[int]:

@@ -66,8 +66,7 @@ class VerifiedRound(RoundVerdicts):
 
     def hear_commits(self, heard: Mapping[Peer, Commit]) -> None:
         """Who did not commit takes no part: nothing of it can be checked."""
-        self.commits = self._by_place(heard)
-        self.trusted = self._believed()
+        self.believe(heard)
         standing = self._verifier.standing
         if not (standing.is_new and self.trusted & self._most("distrusts")):  # we would vouch for ourselves from now on
             standing.meet(self.group, [self.group[place] for place in self.trusted])
@@ -79,6 +78,12 @@ class VerifiedRound(RoundVerdicts):
         self._verifier.compare_statements(self)
         self._verifier.close_suspects(self)
         self._verifier.settle()
+
+    def believe(self, heard: Mapping[Peer, Commit]) -> frozenset[int]:
+        """Members whose work enters, if these are the commitments. Nothing follows from it yet."""
+        self.commits = self._by_place(heard)
+        self.trusted = self._believed()
+        return self.trusted
 
     def _believed(self) -> frozenset[int]:
         """Members whose work enters: those whom no more than half of the members that know distrust. All take the same
@@ -180,7 +185,7 @@ class VerifiedRound(RoundVerdicts):
             self.void = "too few members drew the same numbers, or answered"
             self._verifier.tell("void", self.group[self.own], self.epoch, self.void)
             return
-        self._verifier.last_seen_through = self
+        self._verifier.saw_through(self)
         self._miss(good.keys(), excused)
         self.beyond = frozenset(self._told.beyond(parts, answers, self._verifier.clips))
         for place in self.statements:
@@ -205,7 +210,8 @@ class VerifiedRound(RoundVerdicts):
 
     def _miss(self, answered: Collection[int], excused: Collection[int]) -> None:
         """Who is not among those who stated what they sent."""
-        for place in set(range(len(self.group))) - self.statements.keys() - {self.own} - set(excused):
+        promised = self.commits.keys() if self.is_listed else set(range(len(self.group)))
+        for place in promised - self.statements.keys() - {self.own} - set(excused):
             self._fall_silent(place, "it drew other numbers" if place in answered else "it did not answer in time")
 
     def _fall_silent(self, place: int, why: str) -> None:
@@ -259,8 +265,13 @@ class VerifiedRound(RoundVerdicts):
         ranges = self.assigned.get(target, ())
         if not ranges:
             return
-        sent = by_slice(self._parts, np.asarray(statement.numbers, np.float64)[:, SUMS:])
-        self.checks[target] = Check(target, ranges, opening, slices_of(self._parts), sent)
+        sums = np.asarray(statement.numbers, np.float64)[:, SUMS:]
+        if commit.loads:  # samples may be in some parts only
+            weights = [max(commit.weight_of(part), 1e-30) for part in range(len(self._parts))]
+            about = (tuple(part.size for part in self._parts), sums, np.asarray(weights)[:, None], commit.loads)
+        else:
+            about = (slices_of(self._parts), by_slice(self._parts, sums))
+        self.checks[target] = Check(target, ranges, opening, *about)
         for part, (validator, first, last) in enumerate(ranges):
             if validator == self.own:
                 self._verifier.duties.append(self._duty("check", self.checks[target], ((first, last),), part))

@@ -11,36 +11,32 @@ from volunteer_kit.checkpoint import CheckpointError, latest_checkpoint
 from volunteer_kit.home import Home
 from volunteer_kit.optim.recipe import parameter_names
 from volunteer_kit.reading import Reading
-from volunteer_kit.robust.rules import rule
-from volunteer_kit.run_optimizers import build_local_steps
-from volunteer_kit.run_sizes import parameters_of, state_bytes
 from volunteer_kit.runs import (
     PROTOCOL_VERSION,
     RunConfig,
     build_model,
-    build_optimizer,
     build_param_groups,
     build_stream,
     load_run,
+    run_key_of,
 )
 from volunteer_kit.session.compute import choose
 from volunteer_kit.session.lookout import Lookout
 from volunteer_kit.session.membership import Membership
-from volunteer_kit.session.options import compute_loss, swarm_options
+from volunteer_kit.session.node import build_node, renew_if_left
+from volunteer_kit.session.options import compute_loss
 from volunteer_kit.session.pictures import DrawPictures
 from volunteer_kit.session.same_run import check_same_run
 from volunteer_kit.session.tally import Tally
 from volunteer_kit.session.tell import Tell
-from volunteer_kit.session.trust import Among
 from volunteer_kit.session.verification import Verification
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.identity import ensure_identity, give_up_key
-from volunteer_kit.swarm.optimizer import SwarmOptimizer
-from volunteer_kit.swarm.peer import Peer, PeerConfig, start_peer
-from volunteer_kit.swarm.records import PeerBoard, PeerRecord
-from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
-from volunteer_kit.swarm.state import StateRefused
-from volunteer_kit.training.callbacks import Emit, KeepGoodState, SaveCheckpoints
+from volunteer_kit.swarm.net.identity import ensure_identity, give_up_key
+from volunteer_kit.swarm.net.peer import Peer, PeerConfig, start_peer
+from volunteer_kit.swarm.node.link import Link, launch_node
+from volunteer_kit.swarm.node.member import NodeOptimizer
+from volunteer_kit.swarm.records.peer_record import PeerBoard, PeerRecord
+from volunteer_kit.training.callbacks import Emit, SaveCheckpoints
 from volunteer_kit.training.protocol import WorkerSpec
 from volunteer_kit.training.trainer import Callback, Trainer
 
@@ -72,6 +68,7 @@ class Session:
     :param on_broken: called with the reason when one of this peer's processes has died, in a thread of its own while
         the loop may wait for an answer that never comes; it should end the program
     :param leave: set when the volunteer leaves, who may be waiting for an authority that is away
+    :param launched: a node's process that waits for its spec; the session ends it
 
     Raises Left, RunError, DataError, SwarmError, MissingDependency, each with what to do.
     """
@@ -82,6 +79,7 @@ class Session:
         emit: Emit,
         on_broken: Callable[[str], None],
         leave: threading.Event | None = None,
+        launched: Link | None = None,
     ):
         self.spec, self.emit, self._on_broken = spec, emit, on_broken
         self._leave = leave or threading.Event()
@@ -90,12 +88,12 @@ class Session:
         self.lookout: Lookout | None = None
         self.peer: Peer | None = None
         self.membership: Membership | None = None
-        self.among: Among | None = None
         self.verification: Verification | None = None
-        self.optimizer: SwarmOptimizer | None = None
+        self.optimizer: NodeOptimizer | None = None
         self.run: RunConfig = load_run(spec.run)
+        # its node's process loads what it needs meanwhile
+        self.launched: Link = launched or launch_node()
         self.model = build_model(self.run)
-        require_shared_memory(shared_bytes(parameters_of(self.run), state_bytes(self.run)))
         self.compute = choose(self.run, spec, self.model.num_parameters(), emit)
         self.stream = build_stream(self.run, peer_seed=spec.peer_seed, device=self.compute.device)
         self.stream.probe()  # data that cannot be read must be told before others wait for us
@@ -115,6 +113,8 @@ class Session:
         spec, run = self.spec, self.run
         known = self.home.known_peers() if self.home and spec.initial_peers else []  # the first peers may be gone
         identity_path = spec.identity_path or (str(self.home.identity) if self.home else None)
+        if identity_path:
+            renew_if_left(self, groups, identity_path)
         if identity_path:
             ensure_identity(identity_path, lambda text: self.emit("warning", kind="identity", message=text))
         self.membership = Membership(run, identity_path, spec.hf_token, self._tell_trouble)
@@ -143,18 +143,7 @@ class Session:
         )
         self.board = PeerBoard(self.peer.dht, run.run_id)
         self._check_same_run()
-        optimizer, scheduler = build_optimizer(run)
-        self.optimizer = SwarmOptimizer(
-            peer=self.peer,
-            options=swarm_options(run, spec.max_mbps, self.home and self.home.left_over),
-            params=groups,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            local_steps=build_local_steps(run),
-            reduce=rule(run.swarm.aggregation),
-        )
-        if self.membership.trust is not None:
-            self.among = Among(self)
+        self.optimizer = build_node(self)
         if run.verification is not None:
             self.verification = Verification(self, groups)
         self.optimizer.reach.ask_cause = self.membership.why_no_token
@@ -185,10 +174,12 @@ class Session:
         resumed = self._resume()
         self.optimizer.on_download = on_download
         taken = self.optimizer.join(patience=self.run.swarm.load_state_timeout)
+        if leave.is_set():
+            raise Left
         self.optimizer.on_download = self._tell_download
         source = "peers" if taken else "checkpoint" if resumed else "new"
         self.emit("state_loaded", epoch=self.optimizer.local_epoch, source=source)
-        self.reading.share(self.peer.dht, swarm_options(self.run).run_key)
+        self.reading.share(self.peer.dht, run_key_of(self.run))
         self.publish()
 
     def _tell_download(self, done: int, total: int) -> None:
@@ -205,7 +196,7 @@ class Session:
             for skipped in found.skipped:
                 self.emit("warning", kind="checkpoint", message=skipped)
             self.optimizer.load_named_state(self.names, found.tensors, found.meta)
-        except (CheckpointError, StateRefused) as e:  # the swarm may hold the state; a bad file here must not stop us
+        except CheckpointError as e:  # the swarm may hold the state; a bad file here must not stop us
             message = f"No checkpoint here can be used, the swarm's state is taken instead. {e}"
             self.emit("warning", kind="checkpoint", message=message)
             return False
@@ -216,10 +207,10 @@ class Session:
     def train(self, orders: Orders) -> None:
         """Join; train until told to leave or to finish; then save. Raises Left, Renew, SentAway, SwarmError,
         DataError."""
-        self._join(orders.leave)
         threading.Thread(target=self._stop_waiting, args=(orders.leave,), name="leaving", daemon=True).start()
+        self._join(orders.leave)
         tell, pictures = Tell(self), DrawPictures(self.run, self.home, self.emit)
-        callbacks: list[Callback] = [tell, KeepGoodState(self.emit), pictures]
+        callbacks: list[Callback] = [tell, pictures]
         saver = None
         if self.spec.checkpoint_dir:
             run = self.run.model_dump(mode="json")
@@ -245,6 +236,8 @@ class Session:
             self.trainer.train(lambda: self._should_stop(orders, tell))
             if self.membership.refused.is_set():
                 raise SentAway(self.membership.why)
+            if why := self._why_too_slow:
+                raise SentAway(why)
             if self.lookout.must_dial_anew and not orders.leave.is_set():
                 raise SwarmError(self.lookout.why_anew or "The line was dead.", kind="dead_peers")
             renews = tell.wants_renewal or self.lookout.waits_in_vain_with_key
@@ -252,8 +245,7 @@ class Session:
             self.optimizer.settle(patience=0.0 if stops_early else FINISH_PATIENCE)
             self.trainer.tell_steps()
         finally:
-            self.optimizer.uncertain_steps.leaving()
-            self.tally.end(self.optimizer.uncertain_steps.kept_until())
+            self.tally.end()
         path = saver.save(self.optimizer) if saver and self.optimizer.local_epoch > 0 else None
         if self.lookout.must_change_key and give_up_key(self.membership.identity_path) is None:
             raise SentAway(
@@ -270,14 +262,17 @@ class Session:
             orders.leave.wait()  # others may still take our state
 
     def _stop_waiting(self, leave: threading.Event) -> None:
-        """A step waits up to a quarter of an hour for statistics on their way; who leaves does not need them."""
         leave.wait()
-        self.optimizer.state_averager.abandon_statistics()
+        self.optimizer.stop_waiting()
 
     def _should_stop(self, orders: Orders, tell: Tell) -> bool:
         sent_away = self.membership.refused.is_set()
         ends_here = orders.leave.is_set() or self._has_finished(orders)
-        return ends_here or sent_away or tell.wants_renewal or self._must_begin_anew()
+        return ends_here or sent_away or tell.wants_renewal or self._must_begin_anew() or bool(self._why_too_slow)
+
+    @property
+    def _why_too_slow(self) -> str:
+        return self.optimizer.why_too_slow if self.optimizer is not None else ""
 
     def _must_begin_anew(self) -> bool:
         return self.lookout.must_dial_anew or self.lookout.waits_in_vain_with_key
@@ -312,19 +307,23 @@ class Session:
         )
 
     def close(self) -> None:
-        """Say goodbye, end the averagers, the DHT and p2pd."""
+        """Say goodbye, end the node, the DHT and p2pd."""
         self.reading.close()
         if self.lookout is not None:
             self.lookout.close()
-        if self.among is not None:
-            self.among.close()
         if self.verification is not None:
             self.verification.close()
         if self.optimizer is not None:
             self.board.publish(None)
+            must_change_key = self.lookout is not None and self.lookout.must_change_key
+            is_sent_away = (self.membership is not None and self.membership.refused.is_set()) or self._why_too_slow
+            self.optimizer.comes_back = not (self._leave.is_set() or must_change_key or bool(is_sent_away))
             self.optimizer.shutdown()
+            if self.trainer is not None:
+                self.trainer.tell_steps()  # a round may have been under way when this peer said goodbye
             self.emit("left", total_samples=self.tally.samples, epochs=self.tally.epochs)
         if self.membership is not None:
             self.membership.close()
+        self.launched.close()
         if self.peer is not None:
             self.peer.shutdown()

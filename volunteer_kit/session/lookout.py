@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from volunteer_kit.swarm.reach import why_anew
-from volunteer_kit.swarm.same_key import CLONED, KeyWatch, Sharing
+from volunteer_kit.swarm.net.connectivity import why_anew
+from volunteer_kit.swarm.net.same_key import CLONED, KeyWatch, Sharing
 
 if TYPE_CHECKING:
     from volunteer_kit.session import Session

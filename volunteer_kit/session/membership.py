@@ -13,10 +13,10 @@ from volunteer_kit.auth.authorizer import Authorizer
 from volunteer_kit.auth.identity import LoginError
 from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.runs import RunConfig
-from volunteer_kit.swarm.admission import Admission
-from volunteer_kit.swarm.identity import ensure_identity
-from volunteer_kit.swarm.keeper import AdmissionKeeper
-from volunteer_kit.swarm.peer import Peer
+from volunteer_kit.swarm.net.access.control import Admission
+from volunteer_kit.swarm.net.identity import ensure_identity
+from volunteer_kit.swarm.net.peer import Peer
+from volunteer_kit.swarm.records.credentials import AdmissionKeeper
 
 LOGIN_STEPS = "1. Join again, and log in.\n2. In a terminal: hf auth login, then the same command once more."
 
@@ -26,6 +26,7 @@ class Membership:
 
     :param identity_path: the peer's key, made if it is missing; None: one for this stay only
     :param on_trouble: gets words for the screen when the authority gives no new token for a while
+    :ivar on_news: called when there is a new token, or a newer list of bans; from other threads
     :ivar refused: set when the authority will have us no longer; `why` says so in words
     """
 
@@ -37,6 +38,7 @@ class Membership:
         on_trouble: Callable[[str], None] = lambda text: None,
     ):
         self._on_trouble = on_trouble
+        self.on_news: Callable[[], None] = lambda: None
         self.refused, self.why = threading.Event(), ""
         self._scratch = tempfile.TemporaryDirectory(prefix="volunteer-kit-") if identity_path is None else None
         self.identity_path = identity_path or str(Path(self._scratch.name) / "identity.key")
@@ -97,9 +99,11 @@ class Membership:
             self.admission.set_own(envelope)
         else:
             self._keeper.publish(envelope)
+        self.on_news()
 
     def _look_for_ourselves(self, bans: BanList) -> None:
         """Who is banned hears the reason at once, not when his token has to be renewed."""
+        self.on_news()
         if self._authorizer.token.account not in bans.accounts:
             return
         try:

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from volunteer_kit.packages import update_lines
 from volunteer_kit.runs import PROTOCOL_VERSION, RunConfig
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.kits import kit_words
-from volunteer_kit.swarm.records import PeerRecord
+from volunteer_kit.swarm.records.kits import kit_words
+from volunteer_kit.swarm.records.peer_record import PeerRecord
 
 
 def check_same_run(run: RunConfig, others: Collection[PeerRecord], *, was_here: bool) -> str | None:

@@ -6,8 +6,8 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from volunteer_kit.swarm import failures
 from volunteer_kit.swarm.options import StepReport
+from volunteer_kit.swarm.records import failures
 from volunteer_kit.training.trainer import Callback, Trainer
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class Tell(Callback):
         self._last_step = self._last_record = 0.0
         self._skipped: dict[str, int] = {}
         self._counts = False  # some of our samples
-        self._told_probation = self._told_slow_network = False
         self._num_uncallable = 0  # others here, as last told: nobody can be called, neither they nor we
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None:
@@ -41,18 +40,18 @@ class Tell(Callback):
 
     def _tell_step(self, trainer: Trainer, loss: float) -> None:
         optimizer = trainer.optimizer
-        progress = optimizer.tracker.global_progress
+        progress = optimizer.progress()
         self.session.emit(
             "step",
             epoch=optimizer.local_epoch,
-            samples=optimizer.grad_averager.local_samples_accumulated,
+            samples=progress.own_samples,
             samples_per_second=round(trainer.samples_per_second, 3),
             loss=loss,
             num_peers=progress.num_peers,
-            swarm_samples=progress.samples_accumulated,
+            swarm_samples=progress.swarm_samples,
             target_batch_size=optimizer.target_batch_size,
         )
-        self._tell_uncallable(optimizer.tracker.num_uncallable)
+        self._tell_uncallable(progress.uncallable)
         lost = {
             "microbatch_not_finite": trainer.microbatches_not_finite,
             "out_of_memory": trainer.microbatches_too_large,
@@ -80,42 +79,10 @@ class Tell(Callback):
             seconds=round(report.seconds, 3),
             sent_bytes=report.bytes_sent,
             received_bytes=report.bytes_received,
-            failure=report.failure,
             cause=report.cause,
             expected=report.expected,
             **self.session.tally.rounds.as_dict(),
-            apart=report.apart,
         )
         if self.session.tally.samples and not self._counts:  # others, who see our share beside theirs, need not wait
             self._counts, self._last_record = True, float("-inf")
         self.wants_renewal = bool(self.session.lookout and self.session.lookout.why_renew)
-        self._tell_trouble(report)
-        self._told_probation = report.on_probation
-
-    def on_postponed(self, trainer: Trainer, report: StepReport) -> None:
-        self.session.tally.count(report)
-        how = f"Step {report.epoch} is tried again: {report.why_postponed}."
-        self.session.emit("warning", kind="round", message=how)
-
-    def _tell_trouble(self, report: StepReport) -> None:
-        if report.cause == failures.ALL_CLIENTS:
-            pass  # told with its reason, once
-        elif report.uncertain and report.failure:
-            how = "was taken alone, for the others were not reached; its samples count once they go on from it"
-            self.session.emit("warning", kind="round", message=f"Step {report.epoch} {how}.")
-        elif report.on_probation:
-            if not self._told_probation:
-                how = f"This machine's samples do not count yet: {report.failure}."
-                self.session.emit("warning", kind="verification", message=how)
-        elif report.failure or report.apart:
-            how = "Out of step with the others for a moment: this machine takes their model and goes on."
-            self.session.emit("warning", kind="round", message=how)
-        if report.slow_network is not None and not self._told_slow_network:
-            self._told_slow_network = True
-            self.session.emit("warning", kind="network", message=report.slow_network)
-        for peer, why in report.refused.items():
-            message = f"Left out of epoch {report.epoch}: {peer}: {why}."
-            self.session.emit("warning", kind="refused", message=message)
-        for peer, why in report.remarks.items():
-            message = f"Noted in epoch {report.epoch}: {peer}: {why}."
-            self.session.emit("warning", kind="refused", message=message)

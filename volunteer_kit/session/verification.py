@@ -4,7 +4,7 @@ convicts who cheats."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hivemind.p2p import PeerID
@@ -15,12 +15,12 @@ from volunteer_kit.data.errors import NoSuchSample
 from volunteer_kit.data.source import SampleName
 from volunteer_kit.robust.messages import Event
 from volunteer_kit.robust.standing import Strike
+from volunteer_kit.runs import run_key_of
 from volunteer_kit.session.options import compute_loss
-from volunteer_kit.swarm.conviction_keeper import Case, ConvictionKeeper
-from volunteer_kit.swarm.convictions import ConvictionBoard
-from volunteer_kit.swarm.convictions import Strike as SignedStrike
-from volunteer_kit.swarm.receipts import round_digest
-from volunteer_kit.swarm.verified_exchange import Verdicts
+from volunteer_kit.swarm.node.talk import Verdicts
+from volunteer_kit.swarm.verification.convictions import ConvictionBoard, round_digest
+from volunteer_kit.swarm.verification.convictions import Strike as SignedStrike
+from volunteer_kit.swarm.verification.enforcement import Case, ConvictionKeeper
 
 if TYPE_CHECKING:
     from volunteer_kit.session import Session
@@ -37,8 +37,8 @@ OTHERS = {"strike": "Of {peer}: {text}.", "ban": "{peer} is shut out: it was fou
 
 
 class Recomputation:
-    """Gradients of anybody's samples, on a model that was: swarm.verifying.Recompute. The trainer's own model is
-    borrowed for a batch at a time."""
+    """Gradients of anybody's samples, on a model that was: swarm.node.recomputing.Recomputer. The trainer's own model
+    is borrowed for a batch at a time."""
 
     def __init__(self, session: Session, parameters: Sequence[torch.nn.Parameter]):
         self._session, self._own = session, list(parameters)
@@ -82,6 +82,11 @@ class Recomputation:
 
 def _name(name: Hashable) -> SampleName:
     """Raises NoSuchSample for what no stream has named."""
+    if isinstance(name, str):
+        try:
+            return SampleName.parse(name)
+        except ValueError:
+            raise NoSuchSample(f"{name!r} is no name of a sample.") from None
     if not isinstance(name, tuple) or len(name) != 3 or any(type(part) is not int or part < 0 for part in name):
         raise NoSuchSample(f"{name!r} is no name of a sample.")
     return SampleName(*name)
@@ -96,9 +101,13 @@ class Verification:
         self._banned: dict[PeerID, float] = {}  # by our own verdict, at this DHT time
         self._optimizer.recompute = Recomputation(session, [p for group in groups for p in group["params"]])
         self._optimizer.on_verdicts = self._take
-        self._board = ConvictionBoard(session.peer.dht, self._optimizer.options.run_key)
+        self._board = ConvictionBoard(session.peer.dht, run_key_of(session.run))
         self._keeper = ConvictionKeeper(
-            self._board, self._admission, session.board.fetch, on_convicted=self._on_convicted
+            self._board,
+            self._admission,
+            session.board.fetch,
+            on_convicted=self._on_convicted,
+            on_condemned=self._optimizer.tell_admission,
         )
 
     def close(self) -> None:
@@ -107,18 +116,20 @@ class Verification:
     def _take(self, verdicts: Verdicts) -> None:
         for event in verdicts.events:
             self._tell(event)
-        for peer, strikes in verdicts.bans:
+        for named, strikes in verdicts.bans:
+            peer = peer_of(named)
             self._banned[peer] = get_dht_time()
             self._board.publish(peer, [signed(strike) for strike in strikes])
         for peer in [peer for peer, at in self._banned.items() if self._admission.pardoned_at(peer) > at]:
             del self._banned[peer]
-            self._optimizer.grad_averager.forgive(peer)
+            self._optimizer.forgive(peer.to_base58())
 
     def _tell(self, event: Event) -> None:
-        is_own = event.peer == self._own_id
+        accused = peer_of(event.peer)
+        is_own = accused == self._own_id
         words = (OURSELVES if is_own else OTHERS).get(event.kind)
         if words is not None:
-            peer = self._admission.username_of(event.peer) or str(event.peer)
+            peer = self._admission.username_of(accused) or str(accused)
             kind = "verification" if is_own else "refused"
             message = f"Epoch {event.epoch}. {words.format(text=event.text, peer=peer)}"
             self._session.emit("warning", kind=kind, message=message)
@@ -129,13 +140,18 @@ class Verification:
             self._session.emit("warning", kind="verification", message=message)
 
 
+def peer_of(named: Any) -> PeerID:
+    """A peer as a node names it, in base58, or as hivemind does."""
+    return PeerID.from_base58(named) if isinstance(named, str) else named
+
+
 def signed(strike: Strike) -> SignedStrike:
     """As it is told to those who were not there."""
     difference = f", by {strike.measure:.2f} of its length" if strike.measure else ""
     against = f", {strike.votes_against} did not" if strike.votes_against else ""
     agreed = f"{strike.votes_for} of {strike.electors} who had to judge confirmed it{against}"
     return SignedStrike(
-        accused=strike.peer.to_bytes(),
+        accused=peer_of(strike.peer).to_bytes(),
         epoch=strike.epoch,
         round=round_digest(strike.round_id),
         cause=strike.cause,

@@ -1,1 +1,1 @@
-"""Everything that speaks to other peers: the DHT peer, records, codecs, averaging and the optimizer over it."""
+"""The swarm: the DHT peer, records, codecs, rounds, the synchronization core, and the node around it."""

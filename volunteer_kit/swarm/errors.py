@@ -1,4 +1,4 @@
-"""What can go wrong between peers."""
+"""Define the errors between peers."""
 
 from __future__ import annotations
 

@@ -1,62 +1,20 @@
-"""What happens around global steps: keep a good copy, save checkpoints."""
+"""Save checkpoints at global steps."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from volunteer_kit.checkpoint import CheckpointError, is_finite, keep_last, save_checkpoint
-from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
+from volunteer_kit.checkpoint import CheckpointError, keep_last, save_checkpoint
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.trainer import Callback, Trainer
 
+if TYPE_CHECKING:
+    from volunteer_kit.swarm.node.member import NodeOptimizer
+
 Emit = Callable[..., None]  # event name and fields -> the supervisor
-
-
-class KeepGoodState(Callback):
-    """Holds a copy of the last training state that was finite and not worse; puts it back when the model breaks.
-
-    Averaging refuses values that are not finite, so a broken model means broken everywhere at once (a learning rate
-    too high, say). The copy costs as much RAM as parameters and statistics together.
-
-    :param every: epochs between copies
-    """
-
-    def __init__(self, emit: Emit, every: int = 10):
-        self._emit, self._every = emit, every
-        self._good: list[torch.Tensor] | None = None
-        self._good_epoch = 0
-
-    def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None:
-        if not trainer.optimizer.complete:
-            return  # parameters and statistics of two moments would be no state to go back to
-        state = trainer.optimizer.training_state()
-        parameters = state[: len(trainer.optimizer.state_averager.main_parameters)]
-        if (loss is not None and not math.isfinite(loss)) or not is_finite(parameters):
-            self._restore(trainer.optimizer)
-        elif self._good is None or report.epoch >= self._good_epoch + self._every:
-            with trainer.optimizer.state_averager.get_tensors():
-                if self._good is None:
-                    self._good = [tensor.clone() for tensor in state]
-                else:
-                    for copy, tensor in zip(self._good, state, strict=True):
-                        copy.copy_(tensor)
-            self._good_epoch = report.epoch
-
-    def _restore(self, optimizer: SwarmOptimizer) -> None:
-        if self._good is None:
-            self._emit("warning", kind="not_finite", message="The model is no longer finite and there is no good copy.")
-            return
-        optimizer.restore(self._good)
-        self._emit(
-            "warning",
-            kind="restored",
-            message=f"The model was no longer finite; the copy of epoch {self._good_epoch} is back, training goes on.",
-        )
 
 
 class SaveCheckpoints(Callback):
@@ -74,16 +32,13 @@ class SaveCheckpoints(Callback):
 
     def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None:
         if time.monotonic() - self._last >= self._every:
-            self.save(trainer.optimizer, certain=True)
+            self.save(trainer.optimizer)
 
-    def save(self, optimizer: SwarmOptimizer, certain: bool = False) -> Path | None:
-        """Save now. :returns: the checkpoint's folder, None if it could not be saved (told as a warning).
-
-        :param certain: as of SwarmOptimizer.named_state
-        """
+    def save(self, optimizer: NodeOptimizer) -> Path | None:
+        """Save now. :returns: the checkpoint's folder, None if it could not be saved (told as a warning)."""
         self._last = time.monotonic()
         try:
-            tensors, metadata = optimizer.named_state(self._names, certain)
+            tensors, metadata = optimizer.named_state(self._names)
             path = save_checkpoint(self.folder, tensors, {**self._meta, **metadata})
             keep_last(self.folder, 3)
         except CheckpointError as e:

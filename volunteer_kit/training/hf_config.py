@@ -1,8 +1,9 @@
 """`hivemind_config={"dht": {...}, "opt": {...}}`, as trahiv takes it, read and checked.
 
-"dht" holds arguments of hivemind.DHT, "opt" those of hivemind.Optimizer, and two of the kit's: max_mbps, what this
-peer's line may be used for, and wait_for_peers, how many have to be here before the first step. What the kit does in
-its own way is said, and what it cannot do is refused; nothing is dropped in silence.
+"dht" holds arguments of hivemind.DHT, "opt" those of hivemind.Optimizer, and four of the kit's: max_mbps, what
+this peer's line may be used for; wait_for_peers, how many have to be here before the first step; max_staleness, epochs
+that a gradient may be late; grad_rank, of "grad_compression": "powersgd". The kit says what it does in its own way,
+and refuses what it cannot do; it drops nothing in silence.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import difflib
 import inspect
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,35 +23,30 @@ from hivemind.compression import CompressionBase
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P
 
-from volunteer_kit.robust.mean import weighted_mean
-from volunteer_kit.swarm.codec import CODECS, leaves_out
+from volunteer_kit.swarm.codecs.registry import CODECS, identity_of
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.held_parts import Reduce
+from volunteer_kit.swarm.net.peer import PeerConfig
 from volunteer_kit.swarm.options import SwarmOptions
-from volunteer_kit.swarm.peer import PeerConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from volunteer_kit.swarm.admission import Admission
-    from volunteer_kit.swarm.optimizer import SwarmOptimizer
-    from volunteer_kit.swarm.peer import Peer
-    from volunteer_kit.swarm.records import PeerBoard
+    from volunteer_kit.swarm.net.access.control import Admission
+    from volunteer_kit.swarm.net.peer import Peer
+    from volunteer_kit.swarm.node.member import NodeOptimizer
+    from volunteer_kit.swarm.records.peer_record import PeerBoard
+    from volunteer_kit.training.hf_nodes import NodeTerms
 
 OWN_OF_PEER = {field.name for field in fields(PeerConfig)}
 NOT_OURS = {"p2p", "node_id", "validate", "strict"}  # a DHT of the kit's own would not stand them
 EVERYWHERE = {"ip4": "0.0.0.0", "ip6": "::"}
 MADDRS = ("initial_peers", "host_maddrs", "announce_maddrs")
-# arguments of hivemind.Optimizer that SwarmOptions has under the same name
-SAME = {
-    "matchmaking_time", "averaging_timeout", "allreduce_timeout", "next_chunk_timeout", "load_state_timeout",
-    "delay_grad_averaging", "verbose",
-}  # fmt: skip
-CODEC_OF = {"grad_compression": "grad_codec", "state_averaging_compression": "state_codec"}
-# who fine-tunes with one friend goes on when the friend has gone home; and its epochs may be as short as one batch
-# s; and a batch of short texts weighs an eighth of its samples at least
-AS_TRAINERS_ARE = {"alone_after": 60.0, "min_epoch_seconds": 0.02, "marks_unused": True, "claim_inflation": 8.0}
-OURS = {"max_mbps", "wait_for_peers"}  # beside hivemind's
+SAME = {"allreduce_timeout", "delay_grad_averaging", "verbose"}  # that SwarmOptions has under the same name
+ALONE_AFTER = 60.0  # s; who fine-tunes with one friend goes on when the friend has gone home
+MEETING = 15.0  # s, hivemind's matchmaking_time
+OURS = {"max_mbps", "wait_for_peers", "commits", "max_staleness", "grad_rank"}  # beside hivemind's
+MOST_STALENESS, MOST_RANK, USUAL_RANK = 16, 1024, 4  # as in a run file
+LOW_RANK = "powersgd"  # beside the names of CODECS
 BUILT_HERE = {"optimizer", "params", "scheduler", "dht"}
 # what the kit always does, and therefore needs no saying
 AS_HERE = {
@@ -77,7 +73,9 @@ class Door(Protocol):
 
     def keep(self, peer: Peer) -> None: ...
 
-    def enter(self, optimizer: SwarmOptimizer, board: PeerBoard) -> None: ...
+    def node_terms(self, board: PeerBoard) -> NodeTerms: ...
+
+    def enter(self, optimizer: NodeOptimizer, board: PeerBoard) -> None: ...
 
     @property
     def why_sent_away(self) -> str | None: ...
@@ -97,8 +95,9 @@ class HivemindConfig:
     options: SwarmOptions  # its run_key is the run_id alone, until the model is known
     name: str = "trainer"  # of this peer, for the others
     wait_for_peers: int = 1  # ourselves among them, before the first step
+    max_staleness: int = 4  # epochs that a gradient may be late and still count
+    codec: tuple[str, str, int, float] | None = None  # of a run from a file: talk.NodeSpec's
     longest: int | None = None  # words of a full sample; None: what the model can read
-    reduce: Reduce = weighted_mean  # the rule by which members' parts become one
     door: Door | None = None  # of a run from a file; options.run_key is the run's then
     initial_buffers: Mapping[str, torch.Tensor] | None = None  # of such a run's model: beside.initial_buffers
     words: tuple[str, ...] = ()
@@ -120,8 +119,24 @@ def read_hivemind_config(config: Mapping[str, Any]) -> HivemindConfig:
     wait_for_peers = opt.pop("wait_for_peers", 1)
     if isinstance(wait_for_peers, bool) or not isinstance(wait_for_peers, int) or wait_for_peers < 1:
         raise _wrong(f'"wait_for_peers" is {wait_for_peers!r}; it should say how many peers begin, such as 2.')
-    options = _read_options(run_id, target, opt, words)
-    return HivemindConfig(run_id, peer, options, words=tuple(words), wait_for_peers=wait_for_peers)
+    max_staleness = _read_staleness(opt)
+    rank = _read_rank(opt)
+    options = replace(_read_options(run_id, target, opt, words), grad_rank=rank)
+    codec_name(options.grad_codec)
+    return HivemindConfig(
+        run_id, peer, options, words=tuple(words), wait_for_peers=wait_for_peers, max_staleness=max_staleness,
+    )  # fmt: skip
+
+
+def codec_name(codec: CompressionBase) -> str:
+    """Return the codec's name in CODECS. Raises SwarmError (bad_config) for one that gradients cannot travel in."""
+    for name, known in CODECS.items():
+        if identity_of(known) == identity_of(codec):
+            return name
+    raise _wrong(
+        f'"grad_compression" is a {type(codec).__name__}, in which no gradients travel; name one of '
+        f"{', '.join(CODECS)}, {LOW_RANK}."
+    )
 
 
 def read_json(text: str) -> Any:
@@ -209,50 +224,67 @@ def _target(value: Any) -> int:
     return value
 
 
+def _read_staleness(opt: dict[str, Any]) -> int:
+    commits, staleness = opt.pop("commits", None), opt.pop("max_staleness", None)
+    if commits not in (None, True):
+        raise _wrong(f'"commits" is {commits!r}; peers always vote on each step. Leave it out.')
+    staleness = HivemindConfig.max_staleness if staleness is None else staleness
+    if isinstance(staleness, bool) or not isinstance(staleness, int) or not 1 <= staleness <= MOST_STALENESS:
+        raise _wrong(f'"max_staleness" is {staleness!r}; it should be from 1 to {MOST_STALENESS}, such as 4.')
+    return staleness
+
+
+def _read_rank(opt: dict[str, Any]) -> int | None:
+    """Return the rank of gradients' factors; None: they do not travel as factors. With a rank their codec is that of
+    the factors from here on."""
+    rank = opt.pop("grad_rank", None)
+    if opt.get("grad_compression") != LOW_RANK:
+        if rank is not None:
+            raise _wrong(f'"grad_rank" needs "grad_compression": "{LOW_RANK}".')
+        return None
+    rank = USUAL_RANK if rank is None else rank
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+        raise _wrong(f'"grad_rank" is {rank!r}; it should be from 1 to {MOST_RANK}, such as {USUAL_RANK}.')
+    opt["grad_compression"] = "float16"
+    return rank
+
+
 def _read_options(run_id: str, target: int, opt: dict[str, Any], words: list[str]) -> SwarmOptions:
     for name in sorted(BUILT_HERE & opt.keys()):
         raise _wrong(f'hivemind_config["opt"]["{name}"]: the Trainer makes it. Leave it out.')
+    if opt.pop("average_state_every", None) not in (None, 0, 1):  # 1 is hivemind's default
+        raise _wrong('hivemind_config["opt"]["average_state_every"]: models are equal without it. Leave it out.')
     values = {name: opt.pop(name) for name in SAME & opt.keys() if opt[name] is not None}
-    values |= {mine: _codec(name, opt.pop(name)) for name, mine in CODEC_OF.items() if opt.get(name) is not None}
     values["max_mbps"] = opt.pop("max_mbps", None)
+    if (codec := opt.pop("grad_compression", None)) is not None:
+        values["grad_codec"] = _codec(codec)
     delayed = opt.pop("delay_optimizer_step", None)
     values["delay_optimizer_step"] = values.get("delay_grad_averaging", False) if delayed is None else bool(delayed)
-    values["average_state_every"] = 0 if (every := opt.pop("average_state_every", None)) in (None, 1) else every
     if values.get("delay_grad_averaging") and not values["delay_optimizer_step"]:
         raise _wrong('"delay_grad_averaging" needs "delay_optimizer_step": True, since the step waits for the average.')
     for name in REFUSED:
         if opt.get(name) and opt[name] != AS_HERE[name]:
             raise _wrong(f'hivemind_config["opt"]["{name}"] cannot be had here: {WHY_NOT[name]}. Leave it out.')
+    if "allreduce_timeout" not in values and opt.get("averaging_timeout"):  # which hivemind's rounds begin with meeting
+        whole, meeting = opt.pop("averaging_timeout"), opt.pop("matchmaking_time", None) or MEETING
+        values |= {"allreduce_timeout": whole - meeting} if whole > meeting else {}
     for name, value in opt.items():
         if value is not None and (name not in AS_HERE or value != AS_HERE[name]):
             words.append(f'hivemind_config["opt"]["{name}"] has no use here: the kit sees to it.')
-    return SwarmOptions(**_with_time({"run_key": run_id, "target_batch_size": target, **AS_TRAINERS_ARE, **values}))
+    return SwarmOptions(run_id, target, alone_after=ALONE_AFTER, **values)
 
 
-def _with_time(values: dict[str, Any]) -> dict[str, Any]:
-    """hivemind's defaults of what was not said, such that a round has time for all of its parts."""
-    meeting = values.setdefault("matchmaking_time", 15.0)
-    whole = values.get("averaging_timeout", 0.0)
-    values.setdefault("allreduce_timeout", whole - meeting if whole > meeting else 60.0)
-    values["averaging_timeout"] = max(whole, meeting + values["allreduce_timeout"])
-    return values
-
-
-def _codec(name: str, value: Any) -> CompressionBase:
-    """By name, or by an object of hivemind's: in its place comes ours, which is right on every numpy."""
+def _codec(value: Any) -> CompressionBase:
+    """Return the codec of gradients, given by name or by an object of hivemind's: ours, which is right on every numpy,
+    comes in the object's place."""
     if isinstance(value, str):
         if value not in CODECS:
-            raise _unknown(f'hivemind_config["opt"]["{name}"]', value, CODECS)
-        if leaves_out(CODECS[value]) and name != "grad_compression":
-            raise _wrong(
-                f'hivemind_config["opt"]["{name}"] is {value!r}, which leaves out what comes with a later round, and a '
-                "state has none. Name one of none, float16, uniform8, blockwise8."
-            )
+            raise _unknown('hivemind_config["opt"]["grad_compression"]', value, [*CODECS, LOW_RANK])
         return CODECS[value]
     if isinstance(value, CompressionBase):
         kind = getattr(value, "compression_type", None)
         return next((codec for codec in CODECS.values() if codec.compression_type == kind), value)
-    raise _wrong(f'hivemind_config["opt"]["{name}"] is {value!r}; name one of {", ".join(CODECS)}.')
+    raise _wrong(f'hivemind_config["opt"]["grad_compression"] is {value!r}; name one of {", ".join(CODECS)}.')
 
 
 # --- words ---

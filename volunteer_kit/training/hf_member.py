@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,32 @@ import torch
 from hivemind.p2p import PeerID
 
 from volunteer_kit.output import say
-from volunteer_kit.swarm.beside import SharedBuffers
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.failures import ALL_CLIENTS, RoundCounts, nobody_can_be_called
-from volunteer_kit.swarm.identity import give_up_key
-from volunteer_kit.swarm.kits import kit_words
-from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
-from volunteer_kit.swarm.peer import Peer, once_more, start_peer
-from volunteer_kit.swarm.reach import is_private
-from volunteer_kit.swarm.records import PeerBoard, PeerRecord
-from volunteer_kit.swarm.same_key import CLONED, HOW_COME, KeyWatch, Sharing, TwinWatch
-from volunteer_kit.swarm.shared_memory import require_shared_memory, shared_bytes
-from volunteer_kit.training.hf_config import HivemindConfig
-from volunteer_kit.training.hf_optimizer import Clip, Count, Schedule, SwarmStep, hand_over, moved, parameters_of
+from volunteer_kit.swarm.net.connectivity import is_private
+from volunteer_kit.swarm.net.identity import give_up_key
+from volunteer_kit.swarm.net.peer import Peer, once_more, start_peer
+from volunteer_kit.swarm.net.same_key import CLONED, HOW_COME, KeyWatch, Sharing, TwinWatch
+from volunteer_kit.swarm.node.link import Link
+from volunteer_kit.swarm.options import StepReport
+from volunteer_kit.swarm.records.failures import RoundCounts, nobody_can_be_called
+from volunteer_kit.swarm.records.kits import kit_words
+from volunteer_kit.swarm.records.peer_record import PeerBoard, PeerRecord
+from volunteer_kit.swarm.rounds.beside import SharedBuffers
+from volunteer_kit.training.hf_config import HivemindConfig, codec_name
+from volunteer_kit.training.hf_nodes import (
+    EXACT,
+    NodeSettings,
+    NodeSide,
+    NodeTerms,
+    elements_of,
+    launch,
+    renew_if_left,
+)
+from volunteer_kit.training.hf_optimizer import Clip, Count, FirstRates, SwarmStep, hand_over, parameters_of
 from volunteer_kit.training.hf_shared import fingerprint_of, require_sharable
 
 JOIN_PATIENCE = 60.0  # s for a first donor of the state
 LINGER = 60.0  # s at the end in which others may still take our state
-GONE_AFTER = 3  # calls in a row that nobody took: a busy machine misses one
 RECORD_EVERY = 15.0  # s
 ALL_TRAINERS = "trainers"  # the board on which each says which run it trains
 HIVEMIND = logging.getLogger("hivemind")
@@ -54,6 +62,7 @@ class Member:
     :param scheduler: its schedule, counted in the swarm's steps from now on
     :param count: -> (samples, weight, names of the samples) of the gradients at hand
     :param epoch: the swarm's steps that are in the model already
+    :param first: the schedule at the swarm's first step, where it is further
     :param on_report: told of each of the swarm's steps that we took
     :param ends_pass: -> are the samples at hand the last of a pass over our data?
     """
@@ -70,11 +79,12 @@ class Member:
         max_steps: int,
         epoch: int,
         schedule: str,
+        first: FirstRates | None = None,
         on_report: Callable[[StepReport], None] = lambda report: None,
         ends_pass: Callable[[], bool] = lambda: False,
     ):
         self.config, self.model, self._shown, self._scheduler, self._count = config, model, shown, scheduler, count
-        self._on_report, self._ends_pass = on_report, ends_pass
+        self._on_report, self._ends_pass, self._first = on_report, ends_pass, first
         require_sharable(shown, scheduler)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = {id(parameter): place for place, parameter in enumerate(parameters_of(shown))}
@@ -83,11 +93,14 @@ class Member:
         self._buffers = SharedBuffers(model, config.initial_buffers)
         self.fingerprint = door.fingerprint if door is not None else fingerprint_of(
             model, shown, options, schedule=schedule, max_steps=max_steps, max_grad_norm=max_grad_norm,
-            buffers=self._buffers.shapes,
+            buffers=self._buffers.shapes, max_staleness=config.max_staleness,
         )  # fmt: skip
         self._epoch, self._last_epoch = epoch, max_steps
         self.peer: Peer | None = None
-        self.swarm: SwarmOptimizer | None = None
+        self._side: NodeSide | None = None
+        self._launched: Link | None = None  # a node's process that waits for its orders
+        self.swarm: Any = None  # what takes the gradients
+        self.comes_back = False  # set before close(): this peer is here again at once
         self.last: StepReport | None = None
         self.rounds = RoundCounts()
         self.samples, self.loss = 0, None  # of ours that are in the model; ours, as last logged
@@ -95,7 +108,6 @@ class Member:
         self._cut_off: str | None = None
         self._num_uncallable = 0  # others, as last told: neither they nor we can be called
         self._told_of_mismatch = self._told_of_turns = self._told_of_sleep = False
-        self._told_of_refused: set[str] = set()
         self._loudness: int | None = None  # of hivemind's log, before us
         self.must_change_key = False
         self._is_first = not config.peer.initial_peers  # others join by its key
@@ -125,7 +137,7 @@ class Member:
 
     @property
     def epoch(self) -> int:
-        return self.swarm.local_epoch
+        return self._side.epoch
 
     # --- coming ---
 
@@ -138,8 +150,7 @@ class Member:
             HIVEMIND.setLevel(logging.ERROR)  # its processes inherit it
         interrupt = signal.getsignal(signal.SIGINT) if _in_main_thread() else None
         try:
-            learnt = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-            require_shared_memory(shared_bytes(learnt, 4 * learnt))  # its statistics may be none
+            self._prepare()
             door = self.config.door
             self.peer = self._start_peer()
             say(invitation(self.peer.visible_maddrs()))
@@ -148,18 +159,19 @@ class Member:
             if door is not None:
                 door.keep(self.peer)
             self._check_same_run()
-            self.swarm = self._make_optimizer()
-            if door is not None:
-                door.enter(self.swarm, self.board)
-            self.step = SwarmStep(self._shown, self.swarm, self._count, self._ends_pass, self._last_epoch)
-            self._adopt_schedule()
-            self.board.publish(self._record(self.config.name))  # who is about to leave waits for us
-            self.swarm.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
+            self._make_side()
+            self.swarm = self._side.swarm
+            self.step = SwarmStep(
+                self._shown, self.swarm, lambda: self._side.behind, self._count, self._ends_pass, self._last_epoch
+            )
+            self._side.join(JOIN_PATIENCE if self.config.peer.initial_peers else 0.0)
+            if self.epoch > self._epoch and not self.config.peer.initial_peers:
+                say(f"This peer goes on from the step where it was: {self.epoch}.")
             self.peer.processes.raise_if_broken()
             self._recording.start()
             if self.config.peer.identity_path is not None:  # else the key is made for this stay
                 key = KeyWatch(self.peer.dht, self.config.run_id, self.peer.peer_id)
-                self._twins = TwinWatch(key, self._take_twin, lambda: not self.swarm.reach.waits_for_itself)
+                self._twins = TwinWatch(key, self._take_twin, lambda: not self._side.reach.waits_for_itself)
             self._wait_for_others()
         except BaseException:
             self.close()
@@ -167,6 +179,15 @@ class Member:
         finally:
             if interrupt is not None:  # hivemind has taken Ctrl-C away
                 signal.signal(signal.SIGINT, interrupt)
+
+    def _prepare(self) -> None:
+        """Do what has to be done before the peer starts."""
+        self._launched = launch(self.config.options.verbose)
+        path = self.config.peer.identity_path
+        if path is not None:
+            elements = elements_of(parameters_of(self._shown), self._buffers)
+            if words := renew_if_left(path, elements):
+                say(words)
 
     def _start_peer(self) -> Peer:
         """Under a new key where another peer has ours."""
@@ -223,14 +244,13 @@ class Member:
         return f"{found} {self._new_key(aside)}"
 
     def _wait_for_others(self) -> None:
-        tracker, wanted = self.swarm.tracker, self.config.wait_for_peers
-        if tracker.global_progress.num_peers < wanted:
+        wanted = self.config.wait_for_peers
+        if not self._side.has_met(wanted):
             say(f"Waiting until {wanted} peers are here.")
-        while tracker.global_progress.num_peers < wanted:
+        while not self._side.has_met(wanted):
             self.peer.processes.raise_if_broken()
-            tracker.attend(self.epoch)
-            tracker.look_again(timeout=2.0)
             time.sleep(0.2)
+        self._side.swarm.begins_with(wanted)
 
     def _check_same_run(self) -> None:
         others = self._others(self.board)
@@ -259,31 +279,38 @@ class Member:
     def _others(self, board: PeerBoard) -> list[PeerRecord]:
         return [record for peer, record in board.fetch().items() if peer != self.peer.peer_id]
 
-    def _make_optimizer(self) -> SwarmOptimizer:
-        options = self.config.options
-        if self.config.door is None:
-            key = f"{self.config.run_id}-{self.fingerprint[:16]}".replace(".", "-")  # hivemind's keys may hold no dots
+    def _make_side(self) -> None:
+        config, options = self.config, self.config.options
+        if config.door is None:
+            key = f"{config.run_id}-{self.fingerprint[:16]}".replace(".", "-")  # hivemind's keys may hold no dots
             options = replace(options, run_key=key)
-        swarm = SwarmOptimizer(
-            peer=self.peer,
-            options=options,
-            params=[{**group} for group in self._shown.param_groups],
-            optimizer=lambda groups: moved(self._shown, groups, self.clip),
-            reduce=self.config.reduce,
-            buffers=self._buffers,
-        )
-        self._shown.state.clear()  # it is with the swarm's now
-        if self._epoch:
-            swarm.state_averager.local_epoch = swarm.state_averager._state_epoch = self._epoch
-            swarm.state_averager.describe()
-            with swarm.tracker.pause_updates():  # it counts samples of its own epoch only, and would find out late
-                swarm.tracker.update_epoch(self._epoch)
-        return swarm
+        parameters = parameters_of(self._shown)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        codec, terms = config.codec, NodeTerms()
+        if config.door is not None:
+            terms = config.door.node_terms(self.board)
+        if codec is None:
+            density = getattr(options.grad_codec, "density", None) or 1.0
+            codec = ("none", codec_name(options.grad_codec), EXACT, density)
+        settings = NodeSettings(options.run_key, options, codec, config.max_staleness, self.longest)
+        self._side = NodeSide(
+            self.peer, settings, self._shown, self._scheduler, self.clip, [names[id(p)] for p in parameters],
+            self._buffers, identity_path=config.peer.identity_path, initial_peers=config.peer.initial_peers,
+            first=self._first, epoch=self._epoch, last_epoch=self._last_epoch, others=lambda: len(self._same_run()),
+            wants_out=self._wants_out, launched=self._launched, terms=terms,
+        )  # fmt: skip
+        self._launched = None
+        if config.door is not None:
+            config.door.enter(self._side.swarm.node, self.board)
 
-    def _adopt_schedule(self) -> None:
-        averager = self.swarm.state_averager
-        averager.scheduler = Schedule(self._scheduler, averager.optimizer, self._epoch)
-        averager._update_scheduler()
+    def _wants_out(self) -> bool:
+        """Does something need this peer to leave, so that it should wait for no step any more?"""
+        sent_away = self.config.door is not None and self.why_sent_away is not None
+        return bool(self.why_broken or self.must_change_key or sent_away or self.why_anew)
+
+    def _same_run(self) -> list[PeerRecord]:
+        """Records of the others that are of our run."""
+        return [record for record in self._others(self.board) if record.fingerprint == self.fingerprint]
 
     def go_on_from(self, before: Member) -> None:
         """Count on from what the same peer had given when it was here last."""
@@ -300,13 +327,13 @@ class Member:
     @property
     def why_anew(self) -> str:
         """Why this peer should leave and come back, in words; "" where that would mend nothing."""
-        return self.swarm.reach.why_anew
+        return self._side.reach.why_anew
 
     @property
     def config_once_more(self) -> HivemindConfig:
         """For the same peer when it comes back, to those whom it has met."""
         maddrs = [] if self.peer.client_mode else [str(maddr) for maddr in self.peer.dht.get_visible_maddrs()]
-        again = once_more(self.config.peer, maddrs, self.swarm.reach.known_peers())
+        again = once_more(self.config.peer, maddrs, self._side.reach.known_peers())
         return replace(self.config, peer=again, wait_for_peers=1, words=())
 
     @property
@@ -316,13 +343,16 @@ class Member:
 
     def finish_updates(self) -> None:
         """What runs in the background is done, and in the model."""
-        self.swarm._finish_updates()
+        self._side.finish_updates()
+
+    def up_to_date(self) -> AbstractContextManager[Any]:
+        """While it is open, model and statistics are of one moment."""
+        return self._side.up_to_date()
 
     def figures(self) -> dict[str, float]:
         """Of the swarm, for the log."""
         self.take_reports()
-        progress = self.swarm.tracker.global_progress
-        found: dict[str, float] = {"swarm_peers": progress.num_peers}
+        found: dict[str, float] = {"swarm_peers": self._side.num_peers}
         if self.clip.norm is not None:
             found |= {"grad_norm": self.clip.norm, "learning_rate": self.clip.rate}
         if self.last is not None:
@@ -333,66 +363,42 @@ class Member:
 
     def take_reports(self) -> None:
         """What became of our last steps, and of our line, in words where somebody has to know."""
-        while self.swarm.reports:
-            report = self.swarm.reports.popleft()
-            self._tell_of_refused(report)
-            if report.is_postponed:
-                self.rounds.count(report)
-                say(f"Step {report.epoch} is tried again: {report.why_postponed}.")
-                continue
+        while self._side.reports:
+            report = self._side.reports.popleft()
             self.last = report
             if self.samples == 0:  # whoever signs for us has to know how fast we are
                 self._news.set()
-            self.samples += self.last.counted
-            self.rounds.count(self.last)
-            self._on_report(self.last)
-            if self.last.cause == ALL_CLIENTS:
-                pass  # told below, once
-            elif self.last.failure and self.last.uncertain:
-                say(f"Step {self.last.epoch} was taken alone, the others were not reached; it counts if they follow.")
-            elif self.last.failure or self.last.apart:
-                say(f"Step {self.last.epoch}: out of step with the others; this peer takes their model and goes on.")
-        if self.swarm.tracker.num_uncallable != self._num_uncallable:
-            self._num_uncallable = self.swarm.tracker.num_uncallable
+            self.samples += report.samples
+            self.rounds.count(report)
+            self._on_report(report)
+        if self._side.num_uncallable != self._num_uncallable:
+            self._num_uncallable = self._side.num_uncallable
             if self._num_uncallable:
                 say(nobody_can_be_called(self._num_uncallable))
-        if self.swarm.takes_turns and not self._told_of_turns:
+        if self._side.takes_turns and not self._told_of_turns:
             self._told_of_turns = True
-            say(
-                "The peers take turns: a step of target_batch_size = "
-                f"{self.config.options.target_batch_size} is fewer batches than there are peers.\n"
-                "1. Set target_batch_size to as much as all peers' batches together or more, the same on all peers.\n"
-                "2. Or lower per_device_train_batch_size or gradient_accumulation_steps on all."
-            )
-        woke = self.swarm.reach.woke
+            say(self._side.turns.format(target=self.config.options.target_batch_size))
+        woke = self._side.reach.woke
         if woke and not self._told_of_sleep:
             say(woke)
         self._told_of_sleep = woke is not None
-        cut_off, before = self.swarm.cut_off, self._cut_off
+        cut_off, before = self._side.cut_off, self._cut_off
         self._cut_off = cut_off
         if _kind(cut_off) != _kind(before):
-            patience = None if self.swarm.reach.waits_for_itself else self.config.options.alone_after
+            patience = None if self._side.reach.waits_for_itself else self.config.options.alone_after
             alone = f" After {patience:g} s of silence this one goes on alone." if patience else ""
             say(f"{cut_off}{alone}" if cut_off else "Others answer again, or are known to be gone.")
-
-    def _tell_of_refused(self, report: StepReport) -> None:
-        """Each peer once, and ourselves: a refused part looks like a peer that does not come."""
-        for peer, why in report.refused.items():
-            if peer in self._told_of_refused:
-                continue
-            self._told_of_refused.add(peer)
-            if peer == str(self.peer.peer_id):
-                say(f"Step {report.epoch}: this peer's gradients were refused: {why}. The others go on without them.")
-            else:
-                say(f"Step {report.epoch}: the gradients of {peer} were refused: {why}.")
 
     def _keep_record(self) -> None:
         while not self._closing.is_set():
             with suppress(Exception):  # a busy DHT; the next time comes
-                if not self.swarm.reach.waits_for_itself:  # what a wrong clock dates stands as long as it is ahead
+                if not self._side.reach.waits_for_itself:  # what a wrong clock dates stands as long as it is ahead
                     self.board.publish(self._record(self.config.name))
                     self._trainers.publish(self._record(self.config.run_id[:64]))
-                self._look_at(self._others(self.board))
+                others = self._others(self.board)
+                speeds = [one.samples_per_second for one in others if one.fingerprint == self.fingerprint]
+                self._side.swarm.saw(self.step.samples_per_second, speeds)
+                self._look_at(others)
             self._news.wait(RECORD_EVERY)
             self._news.clear()
 
@@ -412,7 +418,7 @@ class Member:
             fingerprint=self.fingerprint,
             name=name,
             device=device_name(device)[:64],
-            epoch=self.swarm.local_epoch,
+            epoch=self.epoch,
             total_samples=self.samples,
             samples_per_second=self.step.samples_per_second,
             loss=self.loss,
@@ -424,22 +430,16 @@ class Member:
 
     def settle(self) -> None:
         """All peers that have come to the end hold the same model."""
-        self.swarm.settle(patience=LINGER / 2)
+        self._side.settle(patience=LINGER / 2)
 
     def linger(self) -> None:
-        """Others may still take the last state from us; whoever has just come is on the board before it has samples. Of
-        those that were killed records stay for a minute: nobody waits for whom nobody reaches."""
-        deadline, tracker, in_vain = time.monotonic() + LINGER, self.swarm.tracker, 0
+        """Others may still take the last state from us; whoever has just come is on the board before it has samples."""
         self._news.set()
-        while time.monotonic() < deadline and not self.swarm.client_mode and self.why_broken is None:
-            tracker.attend(self.epoch)
-            tracker.look_again(timeout=5.0)
-            same = [one for one in self._others(self.board) if one.fingerprint == self.fingerprint]
-            behind = tracker.behind | {PeerID(one.peer_id) for one in same if one.epoch < self.epoch}
-            in_vain = 0 if self.swarm.reach.is_there(behind) else in_vain + 1
-            if not behind or in_vain == GONE_AFTER:
-                return
-            time.sleep(0.5)
+        self._side.linger(
+            LINGER,
+            lambda: {PeerID(one.peer_id) for one in self._same_run() if one.epoch < self.epoch},
+            lambda: self.why_broken is not None,
+        )
 
     def close(self) -> None:
         """Leave; the Trainer's optimizer gets its statistics back. For these seconds Ctrl-C has no effect: what is
@@ -460,25 +460,32 @@ class Member:
             self._twins.close()
         if self._recording.is_alive():
             self._recording.join(timeout=10.0)  # it must not talk to a DHT that has ended
-        if self.swarm is not None:
-            behind = self.swarm.state_averager.optimizer
-            for theirs, ours in zip(parameters_of(behind), parameters_of(self._shown), strict=True):
-                self._shown.state[ours] = {
-                    k: v.to(ours.device) if torch.is_tensor(v) and v.ndim else v
-                    for k, v in behind.state.get(theirs, {}).items()
-                }
-            for theirs, ours in zip(behind.param_groups, self._shown.param_groups, strict=True):
-                ours |= {name: value for name, value in theirs.items() if name not in ("params", "capturable")}
-            hand_over(self._scheduler, self._shown)
+        if self._side is not None:
+            with self._side.up_to_date():
+                self._hand_back(self._side.behind)
             if self.why_broken is None:
                 for board in (self.board, self._trainers):
                     board.publish(None)
-            self.swarm.shutdown()
+            self._side.close(self.comes_back)
+        if self._launched is not None:
+            self._launched.close()
+            self._launched = None
         if self.config.door is not None:
             self.config.door.leave()
         if self.peer is not None:
             self.peer.shutdown()
-        self.swarm = self.peer = None
+        self._side = self.swarm = self.peer = None
+
+    def _hand_back(self, behind: torch.optim.Optimizer) -> None:
+        """Statistics, learning rates and schedule to the Trainer's optimizer."""
+        for theirs, ours in zip(parameters_of(behind), parameters_of(self._shown), strict=True):
+            self._shown.state[ours] = {
+                k: v.to(ours.device) if torch.is_tensor(v) and v.ndim else v
+                for k, v in behind.state.get(theirs, {}).items()
+            }
+        for theirs, ours in zip(behind.param_groups, self._shown.param_groups, strict=True):
+            ours |= {name: value for name, value in theirs.items() if name not in ("params", "capturable")}
+        hand_over(self._scheduler, self._shown)
 
 
 def invitation(maddrs: list[str]) -> str:

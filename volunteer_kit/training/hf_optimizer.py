@@ -9,17 +9,32 @@ import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from volunteer_kit.swarm.codec_wire import FLOATS, INTEGERS
+from volunteer_kit.swarm.codecs.wire import FLOATS, INTEGERS
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.optimizer import SwarmOptimizer
 
 TRIED = 3  # steps of a trial
 LATELY = 10  # steps of a device that its speed is measured over
 Count = Callable[[], tuple[int, float, Sequence[Hashable]]]
+
+
+class Stepping(Protocol):
+    """Takes a Trainer's gradients, as NodeSwarm does."""
+
+    def step(
+        self,
+        batch_size: int,
+        *,
+        names: Sequence[Hashable] = (),
+        weight: float | None = None,
+        ends_pass: bool = False,
+    ) -> bool: ...
+
+    def await_turn(self, batch: int, last_epoch: int | None = None) -> None: ...
 
 
 class Clip:
@@ -252,19 +267,40 @@ class Schedule:
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, epoch: int):
         self._scheduler = scheduler
         hand_over(scheduler, optimizer)
-        # hivemind steps it while this is no more than its epoch; not all schedules have it, nor the last epoch
-        self._step_count = 1 + min(epoch, getattr(scheduler, "last_epoch", epoch))
+        # of the swarm's; not all schedules have it
+        self.last_epoch = min(epoch, getattr(scheduler, "last_epoch", epoch))
 
     def step(self) -> None:
         self._scheduler.step()
-        self._step_count += 1
+        self.last_epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step_count": self._step_count, "scheduler": self._scheduler.state_dict()}
+        return {"last_epoch": self.last_epoch, "scheduler": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step_count = state["step_count"]
+        self.last_epoch = state["last_epoch"]
         self._scheduler.load_state_dict(state["scheduler"])
+
+
+@dataclass(frozen=True)
+class FirstRates:
+    """A schedule as it is when a training begins, before a checkpoint is loaded: who goes back in the swarm's steps has
+    to know it."""
+
+    schedule: dict[str, Any]
+    groups: tuple[dict[str, Any], ...]  # learning rates of each
+
+    @classmethod
+    def of(cls, scheduler: Any, optimizer: torch.optim.Optimizer) -> FirstRates:
+        rates = ("lr", "initial_lr")
+        groups = [{name: group[name] for name in rates if name in group} for group in optimizer.param_groups]
+        return cls(copy.deepcopy(scheduler.state_dict()), tuple(copy.deepcopy(groups)))
+
+    def give(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Set a schedule, and an optimizer with the same groups, back to it."""
+        scheduler.load_state_dict(copy.deepcopy(self.schedule))
+        for group, first in zip(optimizer.param_groups, copy.deepcopy(self.groups), strict=True):
+            group |= first
 
 
 def hand_over(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -279,6 +315,7 @@ class SwarmStep(torch.optim.Optimizer):
     swarm, its state is the swarm's.
 
     :param shown: the Trainer's own, whose groups these are
+    :param behind: -> the one that steps, on the CPU
     :param count: -> (samples, weight, names of the samples) of the gradients at hand
     :param ends_pass: -> are these samples the last of a pass over this peer's data?
     :param last_epoch: of the swarm's, after which no more samples are wanted
@@ -287,12 +324,13 @@ class SwarmStep(torch.optim.Optimizer):
     def __init__(
         self,
         shown: torch.optim.Optimizer,
-        swarm: SwarmOptimizer,
+        swarm: Stepping,
+        behind: Callable[[], torch.optim.Optimizer],
         count: Count,
         ends_pass: Callable[[], bool] = lambda: False,
         last_epoch: int | None = None,
     ):
-        self.shown, self.swarm, self._count = shown, swarm, count
+        self.shown, self.swarm, self._behind, self._count = shown, swarm, behind, count
         self._ends_pass, self._last_epoch = ends_pass, last_epoch
         self._lately: deque[tuple[int, float]] = deque(maxlen=LATELY)  # samples, s of the device
         self._left_at: float | None = None
@@ -317,13 +355,8 @@ class SwarmStep(torch.optim.Optimizer):
         seconds = sum(seconds for _, seconds in self._lately)
         return sum(samples for samples, _ in self._lately) / seconds if seconds else 0.0
 
-    @property
-    def behind(self) -> torch.optim.Optimizer:
-        """The one that steps, on the CPU."""
-        return self.swarm.state_averager.optimizer
-
     def state_dict(self) -> dict[str, Any]:
-        return self.behind.state_dict()
+        return self._behind().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("A state is loaded before the training begins.")

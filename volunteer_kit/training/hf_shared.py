@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from volunteer_kit.swarm.codec import identity_of
+from volunteer_kit.swarm.codecs.registry import identity_of
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.options import SwarmOptions
 from volunteer_kit.training.hf_optimizer import parameters_of, require_travelling_state
@@ -55,11 +55,13 @@ def fingerprint_of(
     max_steps: int,
     max_grad_norm: float | None,
     buffers: Sequence[tuple[str, Sequence[int]]] = (),
+    max_staleness: int,
 ) -> str:
     """32 hex digits of parameters (names and shapes of what is trained), optimizer, schedule and averaging.
 
     :param schedule: lr_scheduler_type; one that is not constant depends on `max_steps`, in the swarm's steps
     :param buffers: names and shapes of those that are averaged
+    :param max_staleness: epochs that a gradient may be late
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shared = {
@@ -69,10 +71,13 @@ def fingerprint_of(
         "schedule": [schedule, 0 if schedule.startswith("constant") else max_steps],
         "max_grad_norm": max_grad_norm or 0,
         "target_batch_size": options.target_batch_size,
-        "codecs": [identity_of(options.grad_codec), identity_of(options.state_codec)],
-        "beside": [options.marks_unused, list(buffers)],
+        "codec": identity_of(options.grad_codec),
+        "buffers": list(buffers),
         "delay": [options.delay_optimizer_step, options.delay_grad_averaging],
+        "max_staleness": max_staleness,
     }
+    if options.grad_rank is not None:
+        shared["rank"] = options.grad_rank
     text = json.dumps(shared, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

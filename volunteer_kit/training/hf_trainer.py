@@ -36,14 +36,15 @@ except ImportError as e:
     told = packages.in_words(lacks, ["finetune"]) if lacks else f"SwarmTrainer cannot be used: {e}"
     raise packages.MissingDependency(told) from e
 
-from volunteer_kit.swarm.children import broken
 from volunteer_kit.swarm.errors import SwarmError
+from volunteer_kit.swarm.net.children import broken
 from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.hf_config import HivemindConfig, read_hivemind_config, read_json
 from volunteer_kit.training.hf_data import OwnData, saved_state
 from volunteer_kit.training.hf_examples import ExampleCounter
 from volunteer_kit.training.hf_gpu import see_one_gpu, use_one_gpu
 from volunteer_kit.training.hf_member import Member
+from volunteer_kit.training.hf_optimizer import FirstRates
 
 DATA_ORDERS = 2**20  # different ones for those who join
 TRY_AGAIN = 10.0  # s between attempts to come back into a swarm
@@ -107,12 +108,14 @@ class SwarmCallback(TrainerCallback):
         self._held: list[list[torch.Tensor]] | None = None  # by an optimizer, with what is frozen
         self._before: Member | None = None  # that this peer was, while it comes back
         self._scratch: tempfile.TemporaryDirectory | None = None  # of an identity that nobody has named
+        self._first: FirstRates | None = None  # of this train()
         self._saved: dict[str, Any] = {}  # the Trainer's state in the checkpoint that we go on from
         _wrap(trainer, "train", self._train)
         _wrap(trainer, "get_batch_samples", self._count)
         _wrap(trainer, "set_initial_training_values", self._set_out)
+        _wrap(trainer, "_load_optimizer_and_scheduler", self._note_rates)
         _wrap(trainer, "evaluate", self._up_to_date)
-        _wrap(trainer, "_save_checkpoint", self._up_to_date)
+        _wrap(trainer, "_save_checkpoint", self._of_one_moment)
 
     # --- what the Trainer asks itself ---
 
@@ -167,11 +170,24 @@ class SwarmCallback(TrainerCallback):
     def on_report(self, report: StepReport) -> None:
         """Told of each of the swarm's steps that this peer took. Seam; by default nothing."""
 
+    def _note_rates(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Before a checkpoint's are loaded."""
+        self._first = FirstRates.of(self.trainer.lr_scheduler, self.trainer.optimizer)
+        return original(*args, **kwargs)
+
     def _up_to_date(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What is evaluated or saved has the last step in it, and no half of one."""
+        """What is evaluated has the last step in it, and no half of one."""
         if self.member is not None:
             self.member.finish_updates()
         return original(*args, **kwargs)
+
+    def _of_one_moment(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Model and statistics that are saved are of the last step, and nothing changes them meanwhile."""
+        if self.member is None:
+            return original(*args, **kwargs)
+        self.member.finish_updates()
+        with self.member.up_to_date():
+            return original(*args, **kwargs)
 
     def _set_out(self, original: Callable, args: TrainingArguments, dataloader: Any, *rest: Any) -> tuple:
         """How long to train: by the swarm's steps, however often this peer goes through its data meanwhile."""
@@ -242,7 +258,7 @@ class SwarmCallback(TrainerCallback):
         member = Member(
             config, model, shown, trainer.lr_scheduler, lambda: self._at_hand,
             max_grad_norm=args.max_grad_norm, max_steps=state.max_steps, epoch=state.global_step,
-            schedule=_word(args.lr_scheduler_type), on_report=self.on_report,
+            schedule=_word(args.lr_scheduler_type), first=self._first, on_report=self.on_report,
             ends_pass=lambda: has_length(dataloader) and trainer.accelerator.gradient_state.end_of_dataloader,
         )  # fmt: skip
         if before is not None:
@@ -273,6 +289,7 @@ class SwarmCallback(TrainerCallback):
             configs = [elsewhere]
         else:
             configs.append(elsewhere)
+        self.member.comes_back = True
         self._leave()
         try:
             for config in itertools.cycle(configs):

@@ -85,12 +85,11 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "state_loaded": ("epoch", "source"),  # source: "peers" | "checkpoint" | "new"
     "step": ("epoch", "samples", "samples_per_second", "loss", "num_peers", "swarm_samples", "target_batch_size"),
     "averaging": ("num_peers",),  # a round begins
-    # one an applied global step: `samples` of this peer are seen to be the swarm's by now, mostly those of the step
-    # before: the next round shows that others have it; `loss`: the step's mean; `received`: 1.0 = all parts
-    # also: `cause` (swarm/failures.py), if the round failed; of all stays, `rounds`, `complete_groups`, `failed`
+    # one an applied global step: `samples` of this peer are in it; `loss`: the step's mean; `received`: 1.0 = all parts
+    # also: `cause` (records/failures.py), if the round lacked something; of all stays, `rounds`, `complete_groups`,
+    # `failed`
     "epoch": ("epoch", "samples", "total_samples", "loss", "group_size", "received", "seconds", "sent_bytes"),
-    # of all stays of this machine in this run; `waiting`: samples of steps that the others are not yet seen to have
-    "totals": ("samples", "epochs", "seconds", "waiting"),
+    "totals": ("samples", "epochs", "seconds"),  # of all stays of this machine in this run
     "swarm": ("num_peers", "rank", "share", "samples_per_second"),  # who is here, by their own account
     "traffic": ("sent", "received"),  # bytes since this process began
     "cut_off": ("reason",),  # nobody can be reached; nothing is counted until "back"

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from volunteer_kit.swarm.optimizer import StepReport, SwarmOptimizer
+from volunteer_kit.swarm.options import StepReport
 from volunteer_kit.training.tuning import Halving, Tuning, is_out_of_memory
+
+if TYPE_CHECKING:
+    from volunteer_kit.swarm.node.member import NodeOptimizer
 
 
 class Batch(Protocol):
@@ -77,14 +80,11 @@ class EpochMean:
 
 
 class Callback:
-    """What may happen around a step. `on_epoch` follows each global step, with its report and this peer's mean loss;
-    `on_postponed` a round that comes to no step, and is tried again."""
+    """Acts around a step. `on_epoch` follows each global step, with its report and this peer's mean loss."""
 
     def on_microbatch(self, trainer: Trainer, loss: float, samples: int) -> None: ...
 
     def on_epoch(self, trainer: Trainer, report: StepReport, loss: float | None) -> None: ...
-
-    def on_postponed(self, trainer: Trainer, report: StepReport) -> None: ...
 
 
 class Trainer:
@@ -102,7 +102,7 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: SwarmOptimizer,
+        optimizer: NodeOptimizer,
         next_batch: Callable[[int], Batch],
         compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor],
         *,
@@ -182,10 +182,6 @@ class Trainer:
         the last one may have been taken in the background."""
         while self.optimizer.reports:
             report = self.optimizer.reports.popleft()
-            if report.is_postponed:
-                for callback in self.callbacks:
-                    callback.on_postponed(self, report)
-                continue
             mean_loss = self.epoch_loss.take()
             for callback in self.callbacks:
                 callback.on_epoch(self, report, mean_loss)

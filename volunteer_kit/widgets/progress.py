@@ -49,7 +49,6 @@ class Progress:
 
     my_samples: int = 0  # that entered applied steps, over all restarts
     my_epochs: int = 0
-    waiting_samples: int = 0  # in steps that count once the others are seen to go on from them
     share: float | None = None  # of all samples of the volunteers now here, 0 to 1
     rank: int | None = None  # 1: the most samples
     volunteers: int | None = None  # now here, this one included

@@ -191,13 +191,11 @@ def facts(progress: Progress) -> list[Fact]:
     place = f"{ordinal(p.rank)} of {number(p.volunteers)}" if p.rank and p.volunteers else ""
     share = f"{percent(p.share)} of the swarm's" if known(p.share) else ""
     steps = f"in {count(p.my_epochs, 'step')}" if p.my_epochs else "none counted yet"
-    more = "more " if p.my_samples else ""
-    waiting = f"{number(p.waiting_samples)} {more}wait for the others" if p.waiting_samples else ""
     of_all = f"of {number(p.total_epochs)}" if p.total_epochs else ""
     here = p.volunteers if known(p.volunteers) else None
     swarm_speed = f"{number(p.swarm_samples_per_second)} samples/s together" if p.swarm_samples_per_second else ""
     return [
-        Fact("Your samples", number(p.my_samples), (share if p.my_samples else "") or waiting or steps),
+        Fact("Your samples", number(p.my_samples), (share if p.my_samples else "") or steps),
         Fact("Your place", place or NOT_YET, "by samples given" if place else ""),
         Fact("Your speed", f"{number(p.samples_per_second)} samples/s", "pictures with captions"),
         Fact("The swarm", count(here, "volunteer") if here is not None else NOT_YET, swarm_speed),

@@ -13,13 +13,11 @@ import msgpack
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2
-from hivemind.utils import MSGPackSerializer
 
 from tests.trust import RunKeys
 from volunteer_kit.auth.keys import Signer
-from volunteer_kit.swarm.bounded_names import bound_names
-from volunteer_kit.swarm.serializer import bound_serializer
+from volunteer_kit.swarm.net.bounded_names import bound_names
+from volunteer_kit.swarm.net.serializer import bound_serializer
 
 bound_serializer()  # as every process does that speaks with peers
 bound_names()
@@ -65,23 +63,3 @@ def loop() -> asyncio.AbstractEventLoop:
 def call(handler: Any, request: Any) -> Any:
     """The answer of a handler of streams to `request` of a peer."""
     return loop().run_until_complete(handler(request, SimpleNamespace(remote_id=CALLER)))
-
-
-def download(metadata: bytes) -> averaging_pb2.DownloadData:
-    return averaging_pb2.DownloadData(metadata=metadata)
-
-
-def packed(*words: Any) -> bytes:
-    return msgpack.packb(list(words), use_bin_type=True)
-
-
-class Unreadable(Exception):
-    """Bytes that hivemind's serializer does not read. Those who call it take whatever it raises."""
-
-
-def loads(data: bytes) -> Any:
-    """Raises Unreadable; so that an error of what comes after it is seen."""
-    try:
-        return MSGPackSerializer.loads(data)
-    except Exception as error:
-        raise Unreadable from error

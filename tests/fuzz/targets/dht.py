@@ -22,13 +22,13 @@ from tests.fuzz.frozen_clock import NOW
 from tests.fuzz.target import Registry
 from tests.fuzz.targets.common import CALLER, MEMBERS, UNREADABLE, call, loop, run_keys
 from tests.somebody import Somebody, record_of
-from volunteer_kit.swarm.admission import Admission, NotAdmitted
-from volunteer_kit.swarm.admitted_dht import AdmittedDHTProtocol, OpenDHTProtocol
-from volunteer_kit.swarm.dht_storage import BoundedStorage
-from volunteer_kit.swarm.identity import peer_id_of_owner
-from volunteer_kit.swarm.manifest import validators
-from volunteer_kit.swarm.records import PeersSchema, peers_key
-from volunteer_kit.swarm.statements import StatementValidator
+from volunteer_kit.swarm.net.access.control import Admission, NotAdmitted
+from volunteer_kit.swarm.net.access.dht_auth import AdmittedDHTProtocol, OpenDHTProtocol
+from volunteer_kit.swarm.net.dht_storage import BoundedStorage
+from volunteer_kit.swarm.net.identity import peer_id_of_owner
+from volunteer_kit.swarm.records.peer_record import PeersSchema, peers_key
+from volunteer_kit.swarm.records.signed import StatementValidator
+from volunteer_kit.swarm.state.manifest import validators
 from volunteer_kit.swarm.sync.timing import Deadline
 
 registry = Registry()

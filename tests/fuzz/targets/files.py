@@ -30,7 +30,7 @@ from volunteer_kit.model.vqgan import VqganConfig
 from volunteer_kit.monitor.asked import answer_all
 from volunteer_kit.monitor.kept import KeptStates
 from volunteer_kit.swarm.errors import SwarmError
-from volunteer_kit.swarm.identity import ensure_identity
+from volunteer_kit.swarm.net.identity import ensure_identity
 from volunteer_kit.training.protocol import WorkerSpec, dump_event, parse_command, parse_event
 
 registry = Registry()
@@ -88,9 +88,7 @@ def pickled_weights(data: bytes) -> bool:
 
 
 def _vqgan() -> bytes:
-    return save(
-        {"encoder.conv_in.weight": torch.ones(32, 3, 3, 3), "quantize.proj.weight": torch.ones(4, 8, 1, 1)}
-    )
+    return save({"encoder.conv_in.weight": torch.ones(32, 3, 3, 3), "quantize.proj.weight": torch.ones(4, 8, 1, 1)})
 
 
 @registry.add(lambda: [_vqgan()], ConvertError, form=Framed("<Q"), max_bytes=16_384)
@@ -258,5 +256,3 @@ def journal_event(data: bytes) -> bool:
         shown = line(value, 96)
         assert len(shown) <= 96 and "\n" not in shown and "\x1b" not in shown
     return bool(fields(said)) if isinstance(said, dict) else False
-
-

@@ -1,137 +1,136 @@
-"""Verified rounds: envelopes, and what is in them."""
+"""Rounds of nodes: parts, answers, and how large things travel."""
 
 from __future__ import annotations
 
-import msgpack
-import numpy as np
-from google.protobuf.message import DecodeError
-from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils.crypto import RSAPrivateKey
+from types import SimpleNamespace
 
-from tests.fuzz.forms import MSGPACK, Protobuf
+import msgpack
+import torch
+
+from tests.fuzz.forms import MSGPACK
 from tests.fuzz.target import Registry
-from tests.fuzz.targets.common import CALLER, UNREADABLE, download, loop, packed
-from volunteer_kit.auth.access_token import peer_id_of_key
-from volunteer_kit.robust.messages import Accusation, Commit, Report, Reveal, Samples, Statement, Vote, digest_of
-from volunteer_kit.swarm.broadcast import Board, Boards, tell_all
-from volunteer_kit.swarm.verify_wire import COMMIT, REVEAL, STAGES, STATEMENT, Seals, pack, seal, unpack, unpack_samples
+from tests.fuzz.targets.common import MEMBERS, loop
+from volunteer_kit.swarm.codecs.registry import CODECS
+from volunteer_kit.swarm.rounds.blobs import Garbled, receive_blob
+from volunteer_kit.swarm.rounds.heads import AnswerHead, decode_head, encode_head
+from volunteer_kit.swarm.rounds.layout import Layout
+from volunteer_kit.swarm.rounds.parts import PartHead, shares_within, weights_of, why_not_taken
+from volunteer_kit.swarm.rounds.reducer import RefusedPart, SliceReducer, decode_answer
+from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Share
+from volunteer_kit.swarm.wire import WireError, decode, encode
 
 registry = Registry()
-ROUND = b"r" * 20
-KEY = RSAPrivateKey()
-AUTHOR = PeerID(peer_id_of_key(KEY.get_public_key().to_bytes()))
-SAMPLES = Samples(((0, 12, 5), 7, ("a", (1, 2))), 1, 2)
-MESSAGES = (
-    (
-        COMMIT,
-        Commit(
-            256.0, b"s" * 16, b"12345678" * 3, b"n" * 16, frozenset({1}), frozenset(), frozenset({3}),
-            (
-                Report(ROUND, 3, 1, np.array([0.5, -2.0, 1e300, 0.0, 1.0, 2.0, 3.0, 4.0])),
-                Accusation(ROUND, 2, 17),
-                Vote(ROUND, 4, "gradient", True, 1.97, frozenset({1, 5})),
-            ),
-        ),
-    ),
-    (REVEAL, Reveal(b"n" * 16, (b"", b"a" * 16), (0, 7), (b"", b"h" * 8))),
-    (STATEMENT, Statement(b"z" * 32, np.ones((3, 10), np.float32), (b"", b"h" * 8))),
-    (STATEMENT, Statement(b"z" * 32, np.zeros((0, 10), np.float32), (), SAMPLES)),
-)  # fmt: skip
+GROUP = tuple(str(peer) for peer in MEMBERS[:3])
+SHAPES = [torch.Size([30, 7]), torch.Size([40])]
+CELLS, EPOCH, SLICE = 4, 9, 0b0110
+SHARES = tuple(Share(name, place, EPOCH, 10, SLICE) for place, name in enumerate(GROUP))
+LAYOUTS = {name: Layout(SHAPES, CELLS, codec) for name, codec in CODECS.items()}
 
 
-def _bodies() -> list[bytes]:
-    return [packed(ROUND, stage, pack(message)) for stage, message in MESSAGES]
+def _reducer(codec: str) -> SliceReducer:
+    return SliceReducer(
+        LAYOUTS[codec], SLICE, GROUP[0], epoch=EPOCH, max_staleness=2, limits=dict.fromkeys(GROUP, 1000.0),
+        spent=Accounts(), feedback=None, rule="mean",
+    )  # fmt: skip
 
 
-@registry.add(_bodies, *UNREADABLE, form=MSGPACK)
-def round_message(data: bytes) -> bool:
-    """The body of an envelope: any member can sign any."""
-    _, stage, words = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    if type(stage) is not int or stage not in STAGES:
-        return False
-    message = unpack(stage, words)
-    digest_of(message)
-    if isinstance(message, Statement) and message.opening is not None:
-        message.opening.digest()
-        message.opening.fault(3.0)
+def _values(layout: Layout) -> torch.Tensor:
+    return torch.randn(layout.elements, generator=torch.Generator().manual_seed(1))
+
+
+def _cells(codec: str) -> list[bytes]:
+    layout = LAYOUTS[codec]
+    return [layout.encode_cell(cell, _values(layout)[layout.cell(cell)]) for cell in layout.cells_of(SLICE)]
+
+
+@registry.add(
+    lambda: map(encode, (PartHead(b"f" * 32, SHARES[:1]), PartHead(b"f" * 32, SHARES, True), PartHead(b"", ()))),
+    WireError,
+    form=MSGPACK,
+)
+def part_head(data: bytes) -> bool:
+    """Read the head that a member sends before its part, up to the decision whether the part enters."""
+    head: PartHead = decode(PartHead, data)
+    if why_not_taken(head.shares, GROUP[0], SLICE, EPOCH, 2, 1000.0, Accounts()) is None:
+        weights_of(LAYOUTS["none"], shares_within(head.shares, SLICE), EPOCH)
+    try:
+        _reducer("none").begin(GROUP[0], head.shares)
+    except RefusedPart:
+        return not head.shares
     return True
 
 
-@registry.add(lambda: [seal(KEY, ROUND, stage, message) for stage, message in MESSAGES], ValueError, form=MSGPACK)
-def round_envelope(data: bytes) -> bool:
-    """Signed; for each stage, of an author whose key is known."""
-    seals, is_taken = Seals(ROUND), False
-    seals.open(seal(KEY, ROUND, *MESSAGES[0]), COMMIT)
-    for stage in STAGES:
-        try:
-            seals.open(data, stage)
-            is_taken = True
-        except ValueError:
-            continue
-    return is_taken
-
-
 @registry.add(
-    lambda: [msgpack.packb([[0, 1, 2], 1, 1]), msgpack.packb([["a", [1, [2]]], 0, 2])], *UNREADABLE, form=MSGPACK
+    lambda: [
+        encode_head(AnswerHead(Answer(SLICE, GROUP[0], b"d" * 32, SHARES), b"s" * 64, b"c" * 100), GROUP),
+        encode_head(AnswerHead(None), GROUP),
+    ],
+    WireError,
 )
-def sample_names(data: bytes) -> bool:
-    """The list of samples that a contribution was computed from."""
-    samples = unpack_samples(msgpack.unpackb(data, raw=False))
-    samples.digest()
-    return samples.fault(float(len(samples.names))) is None
+def answer_head(data: bytes) -> bool:
+    """Read the compressed head that a reducer sends before its answer."""
+    decode_head(data, GROUP)
+    return True
 
 
-def _tell_requests() -> list[bytes]:
-    envelope = seal(KEY, ROUND, *MESSAGES[0])
-    return [
-        averaging_pb2.DownloadData(
-            metadata=packed(ROUND, 0, wants), tensor_part=runtime_pb2.Tensor(buffer=envelope if wants else b"")
-        ).SerializeToString()
-        for wants in (True, False)
-    ]
+def _add(name: str) -> None:
+    """A target for one codec: a cell of a part, and an answer of a slice."""
 
-
-@registry.add(_tell_requests, *UNREADABLE, form=Protobuf(averaging_pb2.DownloadData, MSGPACK), max_bytes=16_384)
-def tell_request(data: bytes) -> bool:
-    """rpc_tell, from a member. A round that is not known is not waited for here."""
-    try:
-        request = averaging_pb2.DownloadData.FromString(data)
-    except DecodeError:
+    @registry.add(lambda: _cells(name), ValueError, name=f"cell_{name}")
+    def cell(data: bytes) -> bool:
+        for number in LAYOUTS[name].cells_of(SLICE):
+            try:
+                found = LAYOUTS[name].decode_cell(number, data)
+            except ValueError:
+                continue
+            reducer = _reducer(name)
+            part = reducer.begin(GROUP[1], (SHARES[1]._replace(cells=1 << number),))
+            reducer.read(part, number, data)
+            reducer.take(part)
+            assert bool(found.isfinite().all()) and reducer.reduce() is not None
+            return True
         return False
-    boards = _Boards()
-    boards.open(ROUND, [AUTHOR, CALLER])
-    return loop().run_until_complete(boards.answer(request, AUTHOR, 0.0)).metadata != b"unknown"
+
+    @registry.add(lambda: [_answer(name), bytes(8)], ValueError, name=f"answer_{name}")
+    def answer(data: bytes) -> bool:
+        found = decode_answer(LAYOUTS[name], SLICE, data)
+        assert all(bool(average.isfinite().all()) for average in found.values())
+        return True
 
 
-class _Boards(Boards):
-    async def find(self, round_id: bytes, caller: PeerID) -> Board | None:
-        return self._boards.get(round_id)
+def _answer(codec: str) -> bytes:
+    reducer, layout = _reducer(codec), LAYOUTS[codec]
+    part = reducer.begin(GROUP[1], (SHARES[1],))
+    for number, data in zip(layout.cells_of(SLICE), _cells(codec), strict=True):
+        reducer.read(part, number, data)
+    reducer.take(part)
+    reduced = reducer.reduce()
+    assert reduced is not None
+    return reduced[1]
 
 
-class _Teller:
-    def __init__(self, metadata: bytes) -> None:
-        self.metadata = metadata
+for _name in CODECS:
+    _add(_name)
 
-    async def rpc_tell(self, request: averaging_pb2.DownloadData) -> averaging_pb2.DownloadData:
-        return download(self.metadata)
+
+def _frames(*frames: bytes) -> bytes:
+    return msgpack.packb(frames)
 
 
 @registry.add(
-    lambda: [packed(seal(KEY, ROUND, *MESSAGES[0])), b"unknown", packed()], form=MSGPACK, max_bytes=16_384
+    lambda: [_frames((5).to_bytes(8, "little"), b"abc", b"de"), _frames(bytes(8))],
+    Garbled,
+    form=MSGPACK,
 )
-def tell_answer(data: bytes) -> bool:
-    """What a member answers to rpc_tell: envelopes of all. It must not break the round."""
-    own = PeerID(b"\x12\x20" + bytes(32))
-    board = Board(ROUND, [AUTHOR])
-    board.take = _quiet(board.take, own)  # we say nothing ourselves: to sign takes longer than all the rest
-    told = loop().run_until_complete(tell_all(board, COMMIT, b"", own, [CALLER], lambda _: _Teller(data), 0.001))
-    return bool(told)
+def blob(data: bytes) -> bool:
+    """Frames of a stream that should be one piece of data."""
+    try:
+        frames = msgpack.unpackb(data, raw=True)
+    except Exception:  # noqa: BLE001  the frame is ours: the transport cuts what comes into such
+        return False
+    frames = [frame for frame in frames if isinstance(frame, bytes)] if isinstance(frames, list) else []
 
+    async def receive(timeout: float) -> bytes:
+        return frames.pop(0) if frames else b""
 
-def _quiet(take, own: PeerID):
-    def take_others(stage: int, envelope: bytes, author: PeerID | None = None) -> None:
-        if author != own:
-            take(stage, envelope, author)
-
-    return take_others
+    return len(loop().run_until_complete(receive_blob(SimpleNamespace(receive=receive), 100, 1.0))) <= 100

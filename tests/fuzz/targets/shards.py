@@ -175,9 +175,7 @@ def code_index(data: bytes) -> bool:
     return parse_index(data).records > 0
 
 
-_codes = CodeSource(
-    ["0.tar"], codes=4, num_codes=8, tokenizer=None, filters=FILTERS, limits=LIMITS, counts=Counter()
-)
+_codes = CodeSource(["0.tar"], codes=4, num_codes=8, tokenizer=None, filters=FILTERS, limits=LIMITS, counts=Counter())
 
 
 @registry.add(lambda: [RECORD], ValueError, LeftOut, form=TAR, max_bytes=8192)

@@ -4,56 +4,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import msgpack
 import torch
-from hivemind.utils import MSGPackSerializer
 
 from tests.fuzz.forms import JSON, MSGPACK, Text
 from tests.fuzz.frozen_clock import NOW
 from tests.fuzz.target import Registry
-from tests.fuzz.targets.common import UNREADABLE, Unreadable, folder, loads, run_keys, signer
+from tests.fuzz.targets.common import UNREADABLE, folder, run_keys, signer
 from volunteer_kit.auth.keys import TokenError
-from volunteer_kit.swarm.checked_state import CheckedState
-from volunteer_kit.swarm.chunks import ChunksError, ChunkStore, root_of
-from volunteer_kit.swarm.manifest import Manifest, Order, Sequences, seal, unseal
-from volunteer_kit.swarm.transfer import StateRefused
+from volunteer_kit.swarm.state.chunk_store import ChunksError, ChunkStore, root_of
+from volunteer_kit.swarm.state.manifest import Manifest, Sequences, seal, unseal
 
 registry = Registry()
 MANIFEST = Manifest("run-0123", 20, 1, 0, b"12345678", b"r" * 32, 5000, 4096, NOW, NOW + 1000)
-ORDER = Order("run-0123", 2, 30, NOW, NOW + 1000, MANIFEST)
 METADATA = {"epoch": 20, "lineage": "12" * 8, "numbers": [3, 4.5], "order": 1}
 TENSORS = [torch.ones(20, 30), torch.zeros(0), torch.arange(5, dtype=torch.uint8), torch.ones(7).bfloat16()]
 CHUNK = 4096
 
 
-def _sealed() -> list[bytes]:
-    return [seal(signer("monitor").sign, said) for said in (MANIFEST, ORDER)]
-
-
-@registry.add(_sealed, TokenError, form=MSGPACK)
+@registry.add(lambda: [seal(signer("monitor").sign, MANIFEST)], TokenError, form=MSGPACK)
 def monitor_statement(data: bytes) -> bool:
-    """A manifest or an order, by anybody."""
-    for kind in ("rollback", "manifest"):
-        try:
-            return unseal(run_keys().trust, kind, "run-0123", data, NOW) is not None
-        except TokenError as refused:
-            last = refused
-    raise last
+    """A manifest, by anybody."""
+    return unseal(run_keys().trust, "manifest", "run-0123", data, NOW) is not None
 
 
-@registry.add(
-    lambda: [msgpack.packb(MANIFEST.to_list()), msgpack.packb(ORDER.to_list())], TokenError, form=MSGPACK
-)
+@registry.add(lambda: [msgpack.packb(MANIFEST.to_list())], TokenError, form=MSGPACK)
 def signed_statement(data: bytes) -> bool:
     """The same where the monitor's key has signed the content: a monitor may err, or be taken over."""
-    for kind in ("rollback", "manifest"):
-        try:
-            return unseal(run_keys().trust, kind, "run-0123", signer("monitor").sign(kind, data), NOW) is not None
-        except TokenError as refused:
-            last = refused
-    raise last
+    envelope = signer("monitor").sign("manifest", data)
+    return unseal(run_keys().trust, "manifest", "run-0123", envelope, NOW) is not None
 
 
 @functools.lru_cache(maxsize=1)
@@ -71,33 +51,8 @@ def state_file(data: bytes) -> bool:
     path = folder() / "state-file"
     path.mkdir(exist_ok=True)
     (path / "state").write_bytes(data)
-    metadata, tensors = ChunkStore(path, b"r" * 32, max(1, len(data)), CHUNK).read(TENSORS)
-    Checked().check_metadata(metadata)
-    return len(tensors) == len(TENSORS)
-
-
-class Checked(CheckedState):
-    """What a state is compared with."""
-
-    optimizer, num_parameters = SimpleNamespace(non_negative=()), 2
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        return TENSORS
-
-    def _statistics(self):
-        return [(0, "step", 3), (0, "other", 4.5), (0, "square", TENSORS[2]), (1, "square", TENSORS[3])]
-
-
-@registry.add(
-    lambda: [MSGPackSerializer.dumps(METADATA), MSGPackSerializer.dumps({"epoch": 0, "numbers": [0, 0]})],
-    StateRefused,
-    Unreadable,
-    form=MSGPACK,
-)
-def state_metadata(data: bytes) -> bool:
-    """What a donor says of its state."""
-    Checked().check_metadata(loads(data))
-    return True
+    epoch, lineage = ChunkStore(path, b"r" * 32, max(1, len(data)), CHUNK).of_epoch()
+    return (epoch, lineage) == (METADATA["epoch"], METADATA["lineage"])
 
 
 @registry.add(lambda: [b"16768 4096", b"1 1024"], form=Text("0", "-1", " ", "99999999999999999999", "1e5", "_", "\n"))

@@ -1,4 +1,4 @@
-"""Ballots: who may lead a slot, what a promise binds, and what a quorum is.
+"""Ballots: the order of leaders in a slot, and the rule for a quorum.
 
 The rules are those of single-decree Paxos (Lamport, "The Part-Time Parliament", 1998), one instance per slot, with
 dynamic-linear voting (Jajodia and Mutchler, "Dynamic Voting Algorithms", 1990) as the quorum.

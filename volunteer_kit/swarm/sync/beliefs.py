@@ -1,7 +1,7 @@
-"""How many samples of an account are believed: a token bucket.
+"""Bound the samples that peers believe of an account, by a token bucket.
 
 An account earns the time that passes, at most `max_staleness + 1` epochs of it, and spends what its entries hold. Its
-devices' speed turns time into samples. Each peer measures with its own clock, so those that judge allow more than a
+devices' speed turns time into samples. Each peer measures with its own clock, so peers that judge allow more than a
 sender sends.
 """
 

@@ -1,4 +1,4 @@
-"""Branches: how survivors without a quorum go on, and which branch wins when two meet."""
+"""Branches: let survivors without a quorum go on, and choose a branch when two meet."""
 
 from __future__ import annotations
 

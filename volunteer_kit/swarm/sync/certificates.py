@@ -1,6 +1,6 @@
-"""Certificates: who votes, and what proves that a quorum did.
+"""Certificates: compute the electorate, and check that a quorum of it has voted.
 
-The electorate is a function of the log alone; leavers speak by their goodbyes.
+The electorate is a function of the log alone; a leaver's goodbye takes the place of its vote.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from volunteer_kit.swarm.sync.entries import Entry, Member, Opening
 
 VOTES_FROM: Final = 3  # entries that a peer takes part in before it votes
 SLOTS_KEPT: Final = 4  # a leaver's goodbye may come from one of them
+MOST_OBSERVERS: Final = 2  # members of a view that need not bring samples
 FEW_VOTERS: Final = 3  # while there are fewer, the oldest newcomers vote too
 
 
@@ -79,6 +80,13 @@ class Membership:
     def public(self) -> tuple[str, ...]:
         """Members that others can call."""
         return tuple(sorted(peer for peer, member in self.view.items() if member.public))
+
+    def may_observe(self, group: Iterable[Member]) -> frozenset[str]:
+        """Those of a group that are new to the view and need not bring samples: monitors, as many as there is room for,
+        the smallest peer ids first. Everybody else pays for its place with samples."""
+        room = MOST_OBSERVERS - sum(member.observes for member in self.view.values())
+        new = sorted(member.peer for member in group if member.observes and member.peer not in self.view)
+        return frozenset(new[: max(0, room)])
 
     @cached_property
     def electorate(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The settings of the protocol."""
+"""Define the settings of the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer knows of the others: when they were heard, where they are, what they reported, who is out."""
+"""Remember the other peers: when each was heard, its head, its last report, and bans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contributions: what a peer computed, from its accumulator to an entry of the log.
+"""Contributions: account for the gradients of a peer from its accumulator to an entry of the log.
 
 The parameter vector is cut once and for all into cells. A contribution is one gradient sum of one peer. Each of its
 cells is *pending*, then *in flight* in a round, then *committed* by an entry, or it *expires* with a cause. A set of
@@ -25,6 +25,13 @@ class Share(NamedTuple):
     cells: int  # a bit per cell
 
 
+class Slice(NamedTuple):
+    """Bytes, by their hash, that are to be the average of these cells. Other cells may have as many values."""
+
+    digest: bytes
+    cells: int  # a bit per cell
+
+
 class Answer(NamedTuple):
     """The average of one slice: the same bytes for every member, known by their hash.
 
@@ -36,6 +43,11 @@ class Answer(NamedTuple):
     digest: bytes  # of the answer's bytes
     shares: tuple[Share, ...]  # sorted
 
+    @property
+    def slice(self) -> Slice:
+        """Which bytes stand for which cells."""
+        return Slice(self.digest, self.cells)
+
 
 class Cause(Enum):
     """Why a sample-cell expired."""
@@ -45,6 +57,7 @@ class Cause(Enum):
     ROLLBACK = "rollback"  # a rollback order undid its epoch
     UNKNOWN = "unknown"  # the peer was away so long that nobody can tell
     LEFT = "left"  # the peer left
+    PROBATION = "probation"  # the others checked it before the peer's work counts
 
 
 def discount(age: int) -> float:
@@ -60,7 +73,7 @@ class Contribution(NamedTuple):
     samples: int
     pending: int  # cells that wait for a round
     in_flight: int  # cells that travel in the round of this slot
-    sealed: bool  # it has travelled once: nothing is added to it any more
+    sealed: bool  # nothing is added to it any more: it has travelled once, or what comes is of another kind
 
 
 class Settled(NamedTuple):
@@ -158,6 +171,10 @@ class Ledger:
         self._live[self._next] = Contribution(self._next, birth, samples, self._all, 0, False)
         self._next += 1
 
+    def seal(self) -> None:
+        """Add to none of these contributions any more."""
+        self._live = {number: each._replace(sealed=True) for number, each in self._live.items()}
+
     def rounds(self, slot: bytes) -> tuple[bytes, ...]:
         """Fingerprints of the rounds of this slot in which something was sent."""
         return self._rounds if slot == self._slot else ()
@@ -243,6 +260,13 @@ class Ledger:
                 self._expire(cause, Settled(each.number, each.samples, each.pending | each.in_flight))
                 del self._live[each.number]
 
+    def expire(self, numbers: Iterable[int], cause: Cause) -> None:
+        """Expire what is left of these contributions."""
+        for number in numbers:
+            each = self._live.pop(number, None)
+            if each is not None:
+                self._expire(cause, Settled(number, each.samples, each.pending | each.in_flight))
+
     def _expire(self, cause: Cause, what: Settled) -> None:
         if what.cells:
             self.expired[cause] = self.expired.get(cause, 0) + what.sample_cells
@@ -265,6 +289,13 @@ def cells_of(peer: str, answers: Iterable[Answer]) -> dict[int, int]:
     return masks
 
 
+class AccountsRecord(NamedTuple):
+    """What accounts consist of, in order."""
+
+    settled: tuple[tuple[str, tuple[tuple[int, int, int], ...]], ...]  # peer, its (number, cells, birth)
+    floors: tuple[tuple[str, int], ...]  # peer, the first number that is not settled for ever
+
+
 class Accounts:
     """For each peer, which cells of which contributions are committed: a function of the log alone (invariant I3).
 
@@ -285,6 +316,30 @@ class Accounts:
         return self._settled == other._settled and self._floors == other._floors
 
     __hash__ = None  # type: ignore[assignment]
+
+    def as_record(self) -> AccountsRecord:
+        """Everything; equal accounts have equal records."""
+        settled = tuple(
+            (peer, tuple((number, cells, birth) for number, (cells, birth) in sorted(numbers.items())))
+            for peer, numbers in sorted(self._settled.items())
+        )
+        return AccountsRecord(settled, tuple(sorted(self._floors.items())))
+
+    @staticmethod
+    def from_record(record: AccountsRecord) -> Accounts:
+        """The accounts that have this record.
+
+        :raises ValueError: if a peer or a number is in it twice
+        """
+        settled: dict[str, dict[int, tuple[int, int]]] = {}
+        for peer, numbers in record.settled:
+            settled[peer] = {number: (cells, birth) for number, cells, birth in numbers}
+            if len(settled[peer]) < len(numbers):
+                raise ValueError("a contribution is told twice")
+        floors = dict(record.floors)
+        if len(settled) < len(record.settled) or len(floors) < len(record.floors):
+            raise ValueError("a peer is told twice")
+        return Accounts(settled, floors)
 
     def committed(self, peer: str, number: int) -> int:
         """The cells of this contribution that are committed."""

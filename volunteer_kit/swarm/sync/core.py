@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, may_lead
@@ -29,7 +29,7 @@ from volunteer_kit.swarm.sync.branches import (
 from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye, Membership
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contacts import Contacts
-from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger
+from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger, Slice
 from volunteer_kit.swarm.sync.drift import outliers
 from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder, Verdict
 from volunteer_kit.swarm.sync.judging import Judge, why_malformed
@@ -40,6 +40,7 @@ from volunteer_kit.swarm.sync.messages import (
     Accuse,
     Action,
     Adopt,
+    AnswerRefused,
     AnswersHeld,
     Apply,
     Ask,
@@ -49,8 +50,10 @@ from volunteer_kit.swarm.sync.messages import (
     Ban,
     Begin,
     Body,
+    CommitmentsHeard,
     Compute,
     Computed,
+    Disregarded,
     Durable,
     EndExchange,
     Event,
@@ -67,6 +70,7 @@ from volunteer_kit.swarm.sync.messages import (
     Message,
     OpeningRecord,
     Order,
+    Ordered,
     PeerSeen,
     Persist,
     Promise,
@@ -102,7 +106,7 @@ from volunteer_kit.swarm.sync.timing import Deadline, agreed
 USUAL_BANDWIDTH: Final = 10.0  # Mbit/s, until the process has measured it
 LONGEST_LEFT_OUT: Final = 5  # doublings
 ATTEMPTS_AHEAD: Final = 8  # of what a peer has signed: nobody can use up the numbers
-STUCK: Final = 3  # times `alone_after`; then a client follows a branch of strangers
+STUCK: Final = 3  # times a patience: a client then follows a branch of strangers, and a branch opens without who should
 STRAYS: Final = 3  # reports of a higher turn, called back each time; then the leader does not count on that peer
 SECOND_OPINION: Final = 2.0  # s that a leader waits for more promises if only one speaks of an accepted entry
 OFTEN: Final = 2  # slots led in vain, one after another; then a leader's turns are skipped
@@ -110,8 +114,17 @@ LEAST_PATIENCE: Final = 2  # halvings, with a leader that led in vain before
 LONG_EPOCH: Final = 3.0  # epochs without a commit; then the leader does not do its part
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 LEARNED_FROM: Final = 2  # rounds; until then a dead member costs as long as the run allows
+REPORTS_OF_EPOCH: Final = 8  # that a member sends, where a heartbeat is longer
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
+
+
+class _Fetching(NamedTuple):
+    """A snapshot on its way."""
+
+    source: str
+    since: float  # s
+    head: Head | None  # ours, when it was asked for
 
 
 class SyncCore:
@@ -157,12 +170,14 @@ class SyncCore:
         self._quorum_at = self._touched_at = now  # when a leader had a quorum, and when one was in touch
         self._replay: tuple[LogItem, ...] = ()
         self._source: str | None = None  # of the items that are replayed
-        self._fetching: tuple[str, float] | None = None  # the source of a snapshot, and when it was asked
+        self._fetching: _Fetching | None = None  # a snapshot
+        self._reported_at = now  # when this peer reported to a leader last
         self._greeted, self._greetings = now, 0  # when somebody that had fallen silent was greeted, and how often
         self._entered: dict[bytes, float] = {}  # when this peer came to each head of its log
         self._counted: tuple[Entry, dict[str, Vote]] | None = None  # the last entry that this leader certified
+        self._last_ballot = durable.ballot  # of any life: it binds in its slot, however this peer comes there again
         if self.log is not None:
-            self._enter_slot(durable.ballot)
+            self._enter_slot()
 
     # --- what others may read ---
 
@@ -197,6 +212,32 @@ class SyncCore:
         return 0 if self.log is None else self._slot.turn
 
     @property
+    def replay(self) -> tuple[LogItem, ...]:
+        """Proven items ahead of the head, while their answers are being fetched."""
+        return self._replay
+
+    @property
+    def in_touch(self) -> frozenset[str]:
+        """Others with the run's parameters that were heard just now."""
+        return frozenset(peer for peer in self._in_touch() if self._contacts[peer].head is not None)
+
+    @property
+    def known(self) -> tuple[Member, ...]:
+        """Others that can be called, or were heard just now."""
+        here = set(self._in_touch())
+        return tuple(each.member for peer, each in self._contacts if each.member.public or peer in here)
+
+    @property
+    def is_damaged(self) -> bool:
+        """True while this peer mends its parameters, which are not the swarm's."""
+        return self._damaged
+
+    @property
+    def alone_for(self) -> float:
+        """s since a leader had a quorum."""
+        return self._now - self._quorum_at
+
+    @property
     def epoch_seconds(self) -> float:
         """How long an epoch takes, as this peer saw it."""
         return median(self._epochs) if self._epochs else self.config.epoch_deadline
@@ -205,6 +246,21 @@ class SyncCore:
     def _believed_seconds(self) -> float:
         """How long an epoch takes, at least as long as this one has lasted."""
         return max(self.epoch_seconds, self._now - self._slot.began)
+
+    def order_back(self, parent: bytes, state: bytes, sequence: int) -> RollbackOrder:
+        """The order that takes everybody to a checkpoint, for the monitor to sign; this peer has parameters.
+
+        Its view are this peer and those of the view that are in touch; others come back with what they bring.
+
+        :param parent: lineage of the checkpoint
+        :param state: SHA-256 of its file
+        :param sequence: drawn at random, so that two monitors never give two orders of one rank
+        """
+        head, membership = self._head(), self._membership()
+        here = [membership.view[peer] for peer in self._in_touch() if peer in membership.view]
+        members = tuple(sorted({self.me, *here}))
+        banned = tuple(sorted(membership.banned))
+        return RollbackOrder(head.generation + 1, sequence, head.epoch + 1, parent, members, banned, state)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event; return what to do, in this order.
@@ -261,11 +317,31 @@ class SyncCore:
 
     def _on_computed(self, event: Computed) -> None:
         birth, cause = self._birth(event.lineage)
+        if event.apart:
+            self.ledger.seal()
         self.ledger.add(event.samples, birth, cause)
         self._expire_stale()
         self._persist(self.ledger.record())
         if self._slot.lead is not None:
             self._begin_if_ready()
+        elif self.phase is Phase.COLLECTING and self._reports_early():
+            self._report_to_leader()
+
+    def _reports_early(self) -> bool:
+        """Whether the leader speaks, and waits longer for the next heartbeat's report than short epochs allow."""
+        if not self._has_short_epochs or self._slot.followed is None or not self._hears_leader():
+            return False
+        return self._now - self._reported_at >= self._median_epoch / REPORTS_OF_EPOCH
+
+    @property
+    def _median_epoch(self) -> float:
+        """s; 0: none was seen yet."""
+        return median(self._epochs) if self._epochs else 0.0
+
+    @property
+    def _has_short_epochs(self) -> bool:
+        """Whether a heartbeat is too long a time in them, as far as this peer knows."""
+        return self._median_epoch / REPORTS_OF_EPOCH < self.config.heartbeat
 
     def _birth(self, lineage: bytes) -> tuple[int, Cause | None]:
         """Epoch of the parameters of a microbatch, or why they are not on our branch any more."""
@@ -296,8 +372,8 @@ class SyncCore:
         if self.log is None:
             self._look_for_snapshot()
             return
-        if self._fetching is not None and self._now - self._fetching[1] > self.config.snapshot_patience:
-            self._snapshot_failed(self._fetching[0])
+        if self._fetching is not None and self._now - self._fetching.since > self.config.snapshot_patience:
+            self._snapshot_failed(self._fetching.source)
         if self.phase is Phase.CATCHING_UP:
             if self._source is not None:
                 self._send(self._source, self._report())
@@ -371,6 +447,7 @@ class SyncCore:
                 self._next_turn()
 
     def _report_to_leader(self) -> None:
+        self._reported_at = self._now
         leader = self._leader(self._slot.turn)
         if self._slot.turn >= len(self._slot.order):
             for peer in self._contacts.public():
@@ -407,10 +484,12 @@ class SyncCore:
 
     # --- ballots ---
 
-    def _enter_slot(self, record: BallotRecord | None = None) -> None:
+    def _enter_slot(self) -> None:
         """A new head: what belonged to the slot before is gone."""
         assert self.log is not None
         item = self.log.last
+        last = self._last_ballot
+        record = last if last is not None and last.slot == item.head.lineage else None
         self._slot = Slot.behind(item, self._now, record)
         kept = {lineage: at for lineage, at in self._entered.items() if lineage in self.log}
         self._entered = kept | {item.head.lineage: self._now}
@@ -457,6 +536,9 @@ class SyncCore:
         if self._damaged or self._leaving or not self._slot.acceptor.may_propose(ballot):
             return
         self._slot.lead = Leadership(ballot, active=self._slot.turn == 0, since=self._now)
+        if self._slot.turn == 0 and self._has_short_epochs:
+            for peer in self._audience():
+                self._send(peer, Lead(ballot, self._hears_quorum()))
         if self._slot.turn > 0:
             for peer in sorted(self._electorate() - {self.me.peer}):
                 self._send(peer, Ask(ballot))
@@ -617,10 +699,11 @@ class SyncCore:
         silent = self._electorate() - {*lead.promises, self.me.peer} - self._goodbyes.keys()
         if len(reporters - {self.me.peer}) == 1 and silent and self._now - lead.since < SECOND_OPINION:
             return  # more promises may show that nobody else accepted it
-        if entry is not None and (missing := self._missing(entry)):
+        if entry is not None and (missing := self._not_fitting(entry.answers)):
             if lead.fetching_since is None:
                 lead.fetching_since = self._now
-                self._do(FetchAnswers(missing, tuple(sorted(reporters))))
+                sources = tuple(sorted(reporters))
+                self._do(FetchAnswers(missing, sources, entry.answers, entry.fingerprint, entry.answers))
             return
         lead.promises[self.me.peer] = own
         self._persist(self._slot.acceptor.promise(lead.ballot))  # to itself last
@@ -732,6 +815,7 @@ class SyncCore:
 
     def _enter_round(self, plan: Round) -> None:
         self._slot.round, self._slot.exchange_ended = plan, False
+        self._slot.commitments = None
         shares = self.ledger.send(self.me.peer, plan.slot, plan.fingerprint, self._most_to_send())
         self._persist(self.ledger.record())
         self._move(Phase.EXCHANGING, plan.exchange_seconds)
@@ -746,11 +830,31 @@ class SyncCore:
     def _limit(self, member: Member, slack: float) -> float:
         return self._beliefs.limit(member.account, self._now, self._believed_seconds, slack)
 
+    def _on_commitments_heard(self, event: CommitmentsHeard) -> None:
+        plan = self._slot.round if self.log is not None else None
+        if plan is not None and plan.fingerprint == event.fingerprint:
+            self._slot.commitments = event
+
+    def _on_answer_refused(self, event: AnswerRefused) -> None:
+        """Nobody votes for it, and an own proposal goes without it."""
+        if self.log is None:
+            return
+        self._slot.refused_answers.add(event.slice)
+        considered, lead = self._slot.considered, self._slot.lead
+        if considered is not None and any(answer.slice == event.slice for answer in considered.entry.answers):
+            self._refuse(considered.ballot, "it holds an answer that was refused")
+        elif lead is not None:
+            self._propose_if_ready(lead)
+
+    def _on_disregarded(self, event: Disregarded) -> None:
+        self.ledger.expire(event.numbers, Cause.PROBATION)
+        self._persist(self.ledger.record())
+
     def _on_exchange_ended(self, event: ExchangeEnded) -> None:
         plan = self._slot.round
         if plan is None or event.fingerprint != plan.fingerprint:
             return
-        self._hold(answer.digest for answer in event.answers)
+        self._hold((answer.digest for answer in event.answers), (answer.slice for answer in event.answers))
         if self.phase is not Phase.EXCHANGING:
             return
         whole = len(event.answers) == len(plan.slices)
@@ -790,12 +894,12 @@ class SyncCore:
         if not whole and not waited and len(lead.held) < len(plan.group):
             self._set_timer(Timer.PHASE, gathered)
             return
-        missing = frozenset(answer.digest for answer in answers) - self._held.keys()
+        missing = self._not_fitting(answers)
         if missing:
             holders = tuple(
                 peer for peer, held in sorted(lead.held.items()) if any(answer.digest in missing for answer in held)
             )
-            self._do(FetchAnswers(missing, holders))
+            self._do(FetchAnswers(missing, holders, answers, plan.fingerprint, answers))
             self._set_timer(Timer.PHASE, self._clock.until)
             return
         self._judge_reducers(plan, answers)
@@ -810,7 +914,8 @@ class SyncCore:
     def _why_wrong_answer(self, plan: Round, answer: Answer) -> str | None:
         """Why a slice is left out; None: it can be part of an entry."""
         entry = self._entry(plan, (answer,))
-        return self._judge().why_wrong(entry) or self._why_disbelieved(entry)
+        judge = self._judge()
+        return judge.why_wrong(entry) or judge.why_not_committed(entry) or self._why_disbelieved(entry)
 
     def _judge_reducers(self, plan: Round, answers: tuple[Answer, ...]) -> None:
         """One whose slice is wrong or not here reduces nothing for a while."""
@@ -824,7 +929,7 @@ class SyncCore:
     def _entry(self, plan: Round, answers: tuple[Answer, ...]) -> Entry:
         head, view = self._head(), self._membership().view
         covered = 0
-        bringing = set(view)
+        bringing = {*view, *self._membership().may_observe(plan.group)}
         for answer in answers:
             covered |= answer.cells
             bringing |= {share.peer for share in answer.shares}
@@ -840,6 +945,7 @@ class SyncCore:
             ((1 << self.config.cells) - 1) & ~covered,
             tuple(sorted(peer for peer in self._goodbyes if peer in view)),
             tuple(sorted(verdict for peer, verdict in self._contacts.banned.items() if peer in view)),
+            self._slot.commitments.digest if self._slot.commitments is not None else b"",
         )
 
     # --- proposal and votes ---
@@ -886,11 +992,24 @@ class SyncCore:
         if self.phase is not Phase.VOTING:
             self._move(Phase.VOTING, self._vote_time.seconds)
         self._slot.considered = body
-        missing = self._missing(body.entry)
+        missing = self._not_fitting(body.entry.answers)
         if missing:
-            self._do(FetchAnswers(missing, self._spread({sender, *(member.peer for member in body.entry.group)})))
+            sources = self._spread({sender, *(member.peer for member in body.entry.group)})
+            entry = body.entry
+            self._do(FetchAnswers(missing, sources, entry.answers, entry.fingerprint, entry.answers))
         else:
             self._accept(body)
+
+    def _accept_if_fitting(self, body: Propose, came: frozenset[bytes]) -> None:
+        """Vote if this peer can take a step with all of its answers.
+
+        :param came: hashes of bytes that are here and that nobody has decoded
+        """
+        missing = self._not_fitting(body.entry.answers)
+        if not missing:
+            self._accept(body)
+        elif missing & came:
+            self._do(FetchAnswers(missing & came, (), body.entry.answers))
 
     def _accept(self, body: Propose) -> None:
         self._slot.considered = None
@@ -909,6 +1028,8 @@ class SyncCore:
             max(self._slot.reported, self.ledger.pending_samples),
             tuple(self._goodbyes.values()),
             self._now - self._slot.began,
+            self._slot.commitments,
+            frozenset(self._slot.refused_answers),
         )
 
     def _why_disbelieved(self, entry: Entry) -> str | None:
@@ -1026,6 +1147,8 @@ class SyncCore:
             self._move(Phase.COLLECTING)
         if self._slot.lead is None:
             self._stand_if_first()
+        if self._slot.lead is None and self._reports_early():
+            self._report_to_leader()
 
     def _head_record(self) -> HeadRecord:
         assert self.log is not None
@@ -1139,7 +1262,8 @@ class SyncCore:
                 self._catch_up(sender, suffix.items[place + 1 :])
             return
         if suffix.base.head.lineage == self._lineage():
-            self._catch_up(sender, suffix.items)
+            if suffix.items != self._replay[: len(suffix.items)]:  # else their answers are being fetched
+                self._catch_up(sender, suffix.items)
         elif self._fork(suffix).they_win:
             self._fetch_snapshot(sender)  # the switch is made in one step
 
@@ -1211,7 +1335,7 @@ class SyncCore:
             if isinstance(item.step, Entry):
                 missing |= self._missing(item.step)
         sources = {member.peer for member in entry.group} | ({self._source} if self._source is not None else set())
-        self._do(FetchAnswers(missing, self._spread(sources)))
+        self._do(FetchAnswers(missing, self._spread(sources), (), entry.fingerprint, entry.answers))
 
     def _spread(self, sources: set[str]) -> tuple[str, ...]:
         """The sources in an order of this peer's own, so that not all ask the same one."""
@@ -1230,7 +1354,7 @@ class SyncCore:
         self._settle_in()
 
     def _on_answers_held(self, event: AnswersHeld) -> None:
-        self._hold(event.digests)
+        self._hold(event.digests, event.fitting if self.log is not None and event.head == self._lineage() else ())
         if self._replay:
             if self.phase is Phase.CATCHING_UP:
                 self._clock.extend(self._now, self._fetch_patience())
@@ -1238,8 +1362,8 @@ class SyncCore:
             self._replay_on()
             return
         considered = self._slot.considered
-        if considered is not None and not self._missing(considered.entry):
-            self._accept(considered)
+        if considered is not None:
+            self._accept_if_fitting(considered, event.digests if not event.fitting else frozenset())
         lead = self._slot.lead
         if lead is not None:
             lead.fetching_since = None
@@ -1250,7 +1374,7 @@ class SyncCore:
 
     def _look_for_snapshot(self) -> None:
         """Ask the public peers for a snapshot, one after another."""
-        if self._fetching is not None and self._now - self._fetching[1] <= self.config.snapshot_patience:
+        if self._fetching is not None and self._now - self._fetching.since <= self.config.snapshot_patience:
             return
         known = [
             peer
@@ -1265,7 +1389,7 @@ class SyncCore:
 
     def _fetch_snapshot(self, source: str) -> None:
         if self._fetching is None and self._now >= self._contacts[source].avoided_until:
-            self._fetching = (source, self._now)
+            self._fetching = _Fetching(source, self._now, self.head)
             self._do(FetchSnapshot(source))
 
     def _on_snapshot_failed(self, event: SnapshotFailed) -> None:
@@ -1278,14 +1402,14 @@ class SyncCore:
             self._look_for_snapshot()
 
     def _on_snapshot_taken(self, event: SnapshotTaken) -> None:
-        source = self._fetching[0] if self._fetching is not None else CHECKPOINT
-        self._fetching = None
-        if self._use_snapshot(event.snapshot):
+        fetching, self._fetching = self._fetching, None
+        source = fetching.source if fetching is not None else CHECKPOINT
+        if self._use_snapshot(event.snapshot, fetching):
             self._contacts[source].useless = 0
         else:
             self._snapshot_failed(source)
 
-    def _use_snapshot(self, snapshot: Snapshot) -> bool:
+    def _use_snapshot(self, snapshot: Snapshot, fetching: _Fetching | None) -> bool:
         """Adopt it if it is ahead of us, on our branch or on one that wins; return whether it was of use."""
         if not snapshot.items or not is_chain(snapshot.items):
             return False
@@ -1300,10 +1424,20 @@ class SyncCore:
             if snapshot.head.lineage != self._lineage():
                 self._adopt(snapshot, self._head())
             return True
-        if not self._beats_us(snapshot, common):
+        if not self._beats_us(snapshot, common) and not (common is None and self._beat_us(snapshot, fetching)):
             return False
         self._adopt(snapshot, None if common is None else self.log.item(common).head)
         return True
+
+    def _beat_us(self, snapshot: Snapshot, fetching: _Fetching | None) -> bool:
+        """Return whether the snapshot is ahead of what this peer had when it asked, and its source is still apart.
+
+        A snapshot is older than our head when it comes, so two branches that are equally fast would never meet.
+        """
+        if self.log is None or fetching is None or fetching.head is None:
+            return False
+        source = self._contacts[fetching.source].head
+        return snapshot.head.beats(fetching.head) and (source is None or source.lineage not in self.log)
 
     def _beats_us(self, snapshot: Snapshot, common: bytes | None) -> bool:
         assert self.log is not None
@@ -1414,8 +1548,8 @@ class SyncCore:
         for peer, contact in self._contacts:
             if contact.member.public or self.me.public:
                 self._send(peer, self._report())
-        if not self._is_alone(0.0):
-            return
+        if not self._is_alone(0.0) or is_quorum(self._electorate(), {self.me.peer}, self._left()):
+            return  # who decides by itself lacks nobody's vote, and waits for samples
         attempt = self._slot.opening
         if attempt is not None and self._now - attempt.asked < self.config.isolated_after:
             return
@@ -1428,7 +1562,7 @@ class SyncCore:
             if report.alone_for >= lonely and self._now >= self._slot.left_out_until.get(member.peer, self._now)
         ]
         members = opening_members(self._last(), company)
-        if self.me not in members or opener(self._lineage(), members) != self.me.peer:
+        if self.me not in members or not self._opens(opener(self._lineage(), members)):
             return
         last = self._last_opening
         number = last.attempt + 1 if last is not None and last.parent == self._lineage() else 0
@@ -1442,14 +1576,32 @@ class SyncCore:
                 self._send(each.peer, AskOpening(opening))
         self._open_if_signed()
 
-    def _leave_out(self, attempt: OpeningAttempt) -> None:
-        """Members that did not sign are left out for a while, longer each time."""
+    def _opens(self, first: str | None) -> bool:
+        """Return whether this peer opens the branch itself. Leave out another one that has not opened it long after
+        its time, as those that do not sign."""
         slot = self._slot
+        if first is None or first == self.me.peer:
+            slot.opener = None
+            return first is not None
+        if slot.opener is None or slot.opener[0] != first:
+            slot.opener = (first, self._now)
+        elif self._now - slot.opener[1] > STUCK * self.config.isolated_after:
+            slot.opener = None
+            self._leave_out_for_a_while(first)
+        return False
+
+    def _leave_out(self, attempt: OpeningAttempt) -> None:
+        """Members that did not sign are left out."""
         for member in attempt.opening.members:
             if member.peer not in attempt.signers:
-                slot.unsigned[member.peer] = slot.unsigned.get(member.peer, 0) + 1
-                patience = self.config.isolated_after * 2 ** min(slot.unsigned[member.peer], LONGEST_LEFT_OUT)
-                slot.left_out_until[member.peer] = self._now + patience
+                self._leave_out_for_a_while(member.peer)
+
+    def _leave_out_for_a_while(self, peer: str) -> None:
+        """Longer each time."""
+        slot = self._slot
+        slot.unsigned[peer] = slot.unsigned.get(peer, 0) + 1
+        patience = self.config.isolated_after * 2 ** min(slot.unsigned[peer], LONGEST_LEFT_OUT)
+        slot.left_out_until[peer] = self._now + patience
 
     def _sign(self, opening: Opening) -> None:
         self._last_opening = opening
@@ -1503,8 +1655,10 @@ class SyncCore:
         if self.phase is not Phase.CATCHING_UP:
             self._settle_in()
 
-    def _on_order(self, sender: str, body: Order) -> None:
-        order = body.order
+    def _on_ordered(self, event: Ordered) -> None:
+        self._follow_order(event.order)
+
+    def _follow_order(self, order: RollbackOrder) -> None:
         if self.log is not None and (order.generation, order.sequence) > self._head().order:
             self._roll_back(order)
             self._settle_in()
@@ -1585,7 +1739,7 @@ class SyncCore:
         if isinstance(body, Accuse):
             self._on_proven(Proven(body.verdict))
         elif isinstance(body, Order):
-            self._on_order(sender, body)
+            self._follow_order(body.order)
         elif self.log is None:
             return
         elif isinstance(body, AskItems):
@@ -1646,10 +1800,16 @@ class SyncCore:
     def _missing(self, entry: Entry) -> frozenset[bytes]:
         return frozenset(answer.digest for answer in entry.answers) - self._held.keys()
 
-    def _hold(self, digests: Iterable[bytes]) -> None:
+    def _not_fitting(self, answers: Iterable[Answer]) -> frozenset[bytes]:
+        """Those that this peer may not vote for yet: whoever takes a step with them has to read them as these cells."""
+        return frozenset(answer.digest for answer in answers if answer.slice not in self._slot.fitting)
+
+    def _hold(self, digests: Iterable[bytes], fitting: Iterable[Slice]) -> None:
         epoch = self._head().epoch if self.log is not None else 0
         for digest in digests:
             self._held.setdefault(digest, epoch)
+        if self.log is not None:
+            self._slot.fitting.update(fitting)
 
     def _jitter(self) -> float:
         """s; peers do not count further at the same moment."""
@@ -1676,6 +1836,9 @@ class SyncCore:
         self._do(SetTimer(timer, at))
 
     def _persist(self, *records: Record) -> None:
+        for record in records:
+            if isinstance(record, BallotRecord):
+                self._last_ballot = record
         self._do(Persist(records))
 
     def _send(self, to: str, body: Body) -> None:
@@ -1692,11 +1855,15 @@ class SyncCore:
         Measured: _on_measured,
         Computed: _on_computed,
         ExchangeEnded: _on_exchange_ended,
+        CommitmentsHeard: _on_commitments_heard,
+        AnswerRefused: _on_answer_refused,
+        Disregarded: _on_disregarded,
         AnswersHeld: _on_answers_held,
         SnapshotTaken: _on_snapshot_taken,
         SnapshotFailed: _on_snapshot_failed,
         Sketched: _on_sketched,
         Proven: _on_proven,
+        Ordered: _on_ordered,
         LeaveRequested: _on_leave,
     }
     _slot_handlers: Final[dict[type, Callable[[Any, str, Any], None]]] = {

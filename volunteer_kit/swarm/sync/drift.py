@@ -1,4 +1,4 @@
-"""Drift and damage: whose parameters are not what most voters have.
+"""Drift and damage: find voters whose parameters differ from those of most voters.
 
 Rounding over thousands of steps, a flipped bit or a damaged file make one peer's parameters differ. Votes carry a
 sketch of them, so the others see it.

@@ -1,4 +1,4 @@
-"""Entries and what they are made of: one entry is one optimizer step of the whole swarm.
+"""Define entries and their parts: one entry is one optimizer step of the whole swarm.
 
 Its lineage is the hash of its content and its parent's lineage, so equal lineages mean equal histories and equal
 parameters. The ballot at which an entry is certified is no part of it: a later leader proposes it again unchanged.
@@ -10,10 +10,12 @@ import hashlib
 import json
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.contributions import Answer
+
+LATER: Final = ("commitments",)  # fields
 
 
 class Member(NamedTuple):
@@ -22,6 +24,7 @@ class Member(NamedTuple):
     peer: str
     account: str  # who answers for it: a user name in a run with access control, else the peer id itself
     public: bool  # whether others can call it
+    observes: bool = False  # it computes nothing: a monitor
 
 
 class Verdict(NamedTuple):
@@ -32,14 +35,16 @@ class Verdict(NamedTuple):
 
 
 class _Hashed:
-    """What a lineage is computed from: every field, in order, behind the name of the kind."""
+    """Compute a lineage from every field, in order, behind the name of the kind. Fields that were added later count
+    where they are set."""
 
     parent: bytes
 
     @cached_property
     def lineage(self) -> bytes:
         """SHA-256 of the content and the parent's lineage."""
-        content = [getattr(self, each.name) for each in fields(self)]  # type: ignore[arg-type]
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        content = [getattr(self, name) for name in names if name not in LATER or getattr(self, name)]
         text = json.dumps([type(self).__name__, content], default=bytes.hex, separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
 
@@ -59,6 +64,7 @@ class Entry(_Hashed):
     missing: int  # cells whose reducer died before anybody had its answer: zero in this step
     gone: tuple[str, ...] = ()  # members that said goodbye
     verdicts: tuple[Verdict, ...] = ()
+    commitments: bytes = b""  # digest of the members' commitments, in a run that verifies
 
     @cached_property
     def sample_cells(self) -> int:
@@ -91,6 +97,7 @@ class RollbackOrder(_Hashed):
     parent: bytes  # lineage of the checkpoint
     members: tuple[Member, ...]
     banned: tuple[str, ...] = ()
+    state: bytes = b""  # SHA-256 of the checkpoint's file: who fetches it from anybody knows that it is the monitor's
 
 
 class Head(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a peer refuses: rounds and proposals that do not keep the rules. Pure decisions, each with its reason."""
+"""Judge rounds and proposals: pure decisions that refuse those against the rules, each with its reason."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import Ballot, is_quorum, leader_order, may_lead
 from volunteer_kit.swarm.sync.certificates import Goodbye
 from volunteer_kit.swarm.sync.config import SyncConfig
-from volunteer_kit.swarm.sync.contributions import Accounts, Contribution, why_refused
+from volunteer_kit.swarm.sync.contributions import Accounts, Contribution, Share, Slice, why_refused
 from volunteer_kit.swarm.sync.entries import Entry, Member
 from volunteer_kit.swarm.sync.log import LogItem
-from volunteer_kit.swarm.sync.messages import Ask, Begin, Body, Lead, Promise, Propose, Report, Round
+from volunteer_kit.swarm.sync.messages import Ask, Begin, Body, CommitmentsHeard, Lead, Promise, Propose, Report, Round
 
 MIN_BATCH: Final = 0.5  # of the target: an entry with less is proposed only behind the epoch's deadline
 MOST: Final = 1e9  # of any number in a report
@@ -50,6 +50,8 @@ class Judge:
     reported: int  # samples: the most that this peer reported in this slot
     goodbyes: tuple[Goodbye, ...]  # that this peer knows
     slot_age: float  # s since the last commit
+    commitments: CommitmentsHeard | None = None  # of the slot's last round
+    refused_answers: frozenset[Slice] = frozenset()
 
     def is_quorum(self, peers: frozenset[str], ballot: Ballot) -> bool:
         """Whether these peers decide at this ballot."""
@@ -94,6 +96,9 @@ class Judge:
                 return why
             if self._is_altered(entry):
                 return "this peer's contribution was altered"
+            why = self.why_not_committed(entry)
+            if why is not None:
+                return why
         return self.why_wrong(entry)
 
     def has_promises(
@@ -140,9 +145,16 @@ class Judge:
         if entry.sample_cells == 0:
             return "it holds nothing"
         enough = MIN_BATCH * self.config.target_batch_size * self.config.cells
-        if entry.sample_cells < enough and self._is_early(share):
+        if self._brought(entry) < enough and self._is_early(share):
             return "it holds too few samples"
         return None
+
+    def _brought(self, entry: Entry) -> float:
+        """Sample-cells that the members brought for an entry, also those that have to be checked first."""
+        heard = self.commitments
+        if heard is not None and heard.digest == entry.commitments:
+            return entry.sample_cells + heard.disregarded
+        return float("inf") if entry.commitments else entry.sample_cells  # those who heard the list know
 
     def why_wrong(self, entry: Entry) -> str | None:
         """Why an entry does not follow this head; None: it does. Every honest peer at this head says the same."""
@@ -154,7 +166,7 @@ class Judge:
         if not is_quorum(membership.electorate, group, frozenset(entry.gone)):
             return "the group is no quorum"
         bringing = {share.peer for answer in entry.answers for share in answer.shares}
-        if group - membership.view.keys() - bringing:
+        if group - membership.view.keys() - bringing - membership.may_observe(entry.group):
             return "a newcomer brings nothing"
         if len(group) < len(entry.group):
             return "a member is told twice"
@@ -166,6 +178,26 @@ class Judge:
         if any(samples > most for samples in by_peer.values()):
             return "a member brings more than anybody can"
         return why_refused(entry.answers, self.accounts, head.epoch, group, config.max_staleness, config.cells)
+
+    def why_not_committed(self, entry: Entry) -> str | None:
+        """Say why an entry of the round that this peer is in is not what the members committed to; None: it is.
+
+        One that was born at another ballot, where others may have accepted it, binds this peer whatever it was told.
+        """
+        if any(answer.slice in self.refused_answers for answer in entry.answers):
+            return "it holds an answer that was refused"
+        heard = self.commitments
+        if heard is None or heard.fingerprint != entry.fingerprint:
+            return None
+        if heard.digest != entry.commitments:
+            return "this peer was told other commitments"
+        told: dict[tuple[str, int], Share] = {(share.peer, share.number): share for share in heard.shares}
+        for answer in entry.answers:
+            for share in answer.shares:
+                promised = told.get((share.peer, share.number))
+                if promised is None or share != promised._replace(cells=promised.cells & answer.cells):
+                    return "a share enters that its member has not committed to, or that has to be checked first"
+        return None
 
     def _is_altered(self, entry: Entry) -> bool:
         own = {each.number: each for each in self.own}

@@ -1,4 +1,4 @@
-"""What a peer keeps while it leads a slot, and how it plans a round."""
+"""Hold the state of a leader of a slot, and plan its rounds."""
 
 from __future__ import annotations
 

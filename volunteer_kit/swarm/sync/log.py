@@ -1,4 +1,4 @@
-"""The log: the entries that a peer has, each with its proof and with what follows from it."""
+"""The log: the entries of a peer, each with its proof, its head and its membership."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ class LogItem:
     membership: Membership
 
     @staticmethod
-    def genesis(members: Iterable[Member]) -> LogItem:
-        """Where a run begins."""
+    def genesis(members: Iterable[Member], epoch: int = 0, state: bytes = b"") -> LogItem:
+        """Where a run begins.
+
+        :param epoch: of the state that the founders bring along
+        :param state: hash of that state; none: the initial parameters, which every peer of the run can make
+        """
         group = tuple(sorted(members))
-        lineage = hashlib.sha256(json.dumps(["genesis", group]).encode()).digest()
-        return LogItem(None, None, frozenset(), Head(0, 0, 0, lineage, 0), Membership.genesis(group))
+        content = ["genesis", group] + ([epoch, state.hex()] if epoch or state else [])
+        lineage = hashlib.sha256(json.dumps(content).encode()).digest()
+        return LogItem(None, None, frozenset(), Head(0, 0, epoch, lineage, 0), Membership.genesis(group))
 
     def after_entry(self, entry: Entry, certificate: Certificate) -> LogItem:
         """The next item behind this one."""

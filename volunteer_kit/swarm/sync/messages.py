@@ -1,7 +1,7 @@
-"""What a core hears and says: messages between peers, events from its own process, and actions for it.
+"""Define messages between peers, events from the process around a core, and actions for it.
 
 The process around a core checks signatures before a message comes in, bounds what it decodes, and executes actions in
-their order. It may die between any two actions; what must survive is written by `Persist` before it is said.
+their order. It may die between any two actions; `Persist` writes every promise and vote before another action sends it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.certificates import Goodbye
-from volunteer_kit.swarm.sync.contributions import Accounts, Answer, LedgerRecord, Share
+from volunteer_kit.swarm.sync.contributions import Accounts, Answer, LedgerRecord, Share, Slice
 from volunteer_kit.swarm.sync.entries import Entry, Head, Member, Opening, RollbackOrder, Verdict
 from volunteer_kit.swarm.sync.log import LogItem
 
@@ -259,6 +259,7 @@ class Computed:
 
     samples: int
     lineage: bytes
+    apart: bool = False  # it is a contribution of its own, and so is what came before
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +271,41 @@ class ExchangeEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitmentsHeard:
+    """In a run that verifies: what a round's leader told as the members' commitments, before any part travels."""
+
+    fingerprint: bytes
+    digest: bytes  # of all of them
+    shares: tuple[Share, ...]  # that may enter
+    disregarded: int = 0  # sample-cells of those that may not: somebody did compute them for this epoch
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRefused:
+    """This answer is longer than any average of what the members had committed to; or it was fetched to be judged, and
+    its bytes are no average of these cells in the head's next step."""
+
+    slice: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Disregarded:
+    """A committed entry's members took these contributions of this peer for checking alone."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AnswersHeld:
-    """Answers that were to be fetched are here, by their hashes."""
+    """Answers are here, by their hashes.
+
+    :param fitting: those whose bytes were decoded as the average of these cells, in the step behind `head`
+    :param head: lineage
+    """
 
     digests: frozenset[bytes]
+    fitting: frozenset[Slice] = frozenset()
+    head: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +338,13 @@ class Proven:
 
 
 @dataclass(frozen=True, slots=True)
+class Ordered:
+    """The monitor, whose process this is, has signed a rollback order."""
+
+    order: RollbackOrder
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveRequested:
     """The volunteer wants to leave."""
 
@@ -318,11 +357,15 @@ Event = (
     | Measured
     | Computed
     | ExchangeEnded
+    | CommitmentsHeard
+    | AnswerRefused
+    | Disregarded
     | AnswersHeld
     | SnapshotTaken
     | SnapshotFailed
     | Sketched
     | Proven
+    | Ordered
     | LeaveRequested
 )
 
@@ -442,10 +485,18 @@ class ExchangeWithout:
 
 @dataclass(frozen=True, slots=True)
 class FetchAnswers:
-    """Get the bytes of these answers from any of the sources."""
+    """Get the bytes of these answers from any of the sources.
+
+    :param judged: the answers of the entry that this peer is to propose or accept with them: bytes that are none of the
+        head's next step are not to be held. None of them: a quorum has certified the entries
+    :param round: whose answers may still be on their way to this peer; `answers` are those of its entry
+    """
 
     digests: frozenset[bytes]
     sources: tuple[str, ...]
+    judged: tuple[Answer, ...] = ()
+    round: bytes = b""  # its fingerprint
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

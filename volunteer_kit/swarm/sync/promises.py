@@ -1,4 +1,4 @@
-"""What a peer has promised, accepted and proposed in its slot: the durable half of voting (invariant I6).
+"""Keep a peer's promise, accepted entry and proposal in its slot: the durable half of voting (invariant I6).
 
 The rules are the acceptor's of single-decree Paxos. Each change returns the record to write; the peer says nothing of
 it before the record is on the disk.

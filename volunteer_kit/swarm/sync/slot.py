@@ -1,4 +1,4 @@
-"""What a peer knows of the slot at its head: whose turn it is, and the round and the proposal in hand.
+"""Hold a peer's state in the slot at its head: the turn, the round, and the proposal.
 
 A new head makes a new slot, so nothing of an earlier one can stay behind.
 """
@@ -10,9 +10,10 @@ from typing import Final
 
 from volunteer_kit.swarm.sync.ballots import Ballot, leader_order
 from volunteer_kit.swarm.sync.branches import OpeningAttempt
+from volunteer_kit.swarm.sync.contributions import Slice
 from volunteer_kit.swarm.sync.leading import Leadership
 from volunteer_kit.swarm.sync.log import LogItem
-from volunteer_kit.swarm.sync.messages import BallotRecord, Propose, Round
+from volunteer_kit.swarm.sync.messages import BallotRecord, CommitmentsHeard, Propose, Round
 from volunteer_kit.swarm.sync.promises import Acceptor
 
 LONGEST_TRIES: Final = 3  # doublings of the time between two ballots of one leader
@@ -39,11 +40,15 @@ class Slot:
     reported: int = 0  # samples: the most that this peer reported
     round: Round | None = None
     exchange_ended: bool = False  # its time is over, the process was asked for what is there
+    commitments: CommitmentsHeard | None = None  # of `round`
+    fitting: set[Slice] = field(default_factory=set)  # their bytes are here, and were decoded as these cells
+    refused_answers: set[Slice] = field(default_factory=set)
     considered: Propose | None = None  # its answers are being fetched
     may_wait_until: float | None = None  # s; most peers in touch are catching up
     opening: OpeningAttempt | None = None
     unsigned: dict[str, int] = field(default_factory=dict)  # openings that each peer did not sign
     left_out_until: dict[str, float] = field(default_factory=dict)  # s; of openings
+    opener: tuple[str, float] | None = None  # whose opening this peer waits for, and since when
     ballots: dict[str, Ballot] = field(default_factory=dict)  # the last one of each leader
     tries: dict[str, int] = field(default_factory=dict)  # ballots of each leader
     next_ballot_at: dict[str, float] = field(default_factory=dict)  # s, when a leader may have another one

@@ -1,9 +1,8 @@
-"""How long is awaited what usually takes less: as long as the group has shown that it needs, never longer than the run
-says.
+"""Learn deadlines from how long rounds take, up to the ceiling of the run.
 
 A timeout that fits every line is too long for most: a dead member costs its group a minute where a round takes five
-seconds. What is learnt here is what we measured ourselves; where members must agree on a time, each tells its own and
-the median counts, so that one stranger's word moves it no further than its neighbour's.
+seconds. Each peer learns from its own measurements. If members must agree on a time, each reports its own and the
+median counts, so that one stranger's report moves it no further than its neighbour's.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Parts of round_trace.py."""

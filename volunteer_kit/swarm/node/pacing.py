@@ -1,0 +1,357 @@
+"""Pace bulk data below the rate of the uplink, so that small messages find no queue.
+
+Data that a program has written lie in the buffers of the system, of p2pd and of the router, some megabytes on a line of
+10 Mbit/s: a heartbeat waits behind them for seconds. A sender that stays at 85 % of the uplink leaves them empty.
+
+The uplink is measured where writes block. The buffers are then full, and they are as full when the next write has
+blocked: what was taken in between is what the line has carried. Where the program had nothing to write for a part of
+that time, it is what the program had, and only more than is known says something about the line. A line at which no
+write blocks for a while is tried a little faster. Heartbeats that take longer than usual say sooner that this was too
+much: bulk then yields until the queue is gone.
+
+p2pd alone buffers megabytes for each peer, in front of the heartbeats: 8 s on a line of 1 Mbit/s that nobody has
+measured yet, or to a receiver that is slow, and a peer that is silent for 5 s is given up. So there is a window for
+each peer, and one for all: what was written since the last heartbeat that was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+SHARE = 0.85  # of the uplink that bulk takes
+SLACK = 0.05  # s; who oversleeps catches up as much at once
+# bytes/s; all buffers on the way hold some 4 MB, which pass in less than 0.1 s on such a line: nothing to be gained
+FAST = 50e6
+SLOWEST = 2_000.0  # bytes/s; an estimate is never lower, or the next write would take a minute
+SPAN, LEAST_BYTES = 1.0, 256_000  # s and bytes of one measurement at least; buffers empty in leaps of a megabyte
+PAUSE = 0.5  # s without a write: the buffers may have run empty, and the measurement begins anew
+KEPT = 8  # measurements that are remembered
+PROBE, REGAIN = 1.1, 2.0  # times as fast: beyond the best that is known, and up to it
+HOLD, HOLD_AFTER_PROBE = 20, 3  # spans without another probe: the buffers empty meanwhile, or fill
+QUEUED = 0.15  # s that heartbeats of all peers take longer than usual while our own queue is long
+YIELD, LEAST_SHARE = 0.8, 0.5  # times as fast for each span with a queue, and what bulk takes at least
+FLOOR = 0.5  # of the last measurement: a busy machine answers heartbeats late as well
+IDLE = 0.1  # of a measurement in which there was nothing to write
+FORGOTTEN = 60.0  # s after the last write to a peer
+OVERDUE = 2.5  # s without an answer: what is on the way to this peer no longer keeps others waiting
+LEAST_WINDOW, MOST_WINDOW = 2**18, 2**23  # bytes; 2 s of 1 Mbit/s, and 50 MB/s to a peer that answers after 0.16 s
+
+
+class TimeLine:
+    """Turns of one direction, at a rate.
+
+    :param rate: bytes/s; None: no turn waits
+    """
+
+    def __init__(
+        self,
+        rate: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ):
+        self.rate, self._clock, self._sleep = rate, clock, sleep
+        self._free_at = 0.0
+
+    def reserve(self, num_bytes: int) -> float:
+        """Take the next turn. :returns: s until it begins"""
+        if self.rate is None:
+            return 0.0
+        now = self._clock()
+        start = max(self._free_at, now - SLACK)
+        self._free_at = start + num_bytes / self.rate
+        return max(0.0, start - now)
+
+    async def turn(self, num_bytes: int) -> None:
+        """Return when the next turn begins. Turns are given in the order of the calls, so that all who call share."""
+        if (wait := self.reserve(num_bytes)) > 0.0:
+            await self._sleep(wait)
+
+
+class Flight:
+    """The bytes that may be on the way to all peers together. They start at two seconds of a slow line and grow. How
+    much of it a line can use is measured meanwhile, and the pace does the rest."""
+
+    def __init__(self) -> None:
+        self.size = LEAST_WINDOW
+        self.bytes = 0
+        self.was_full = False
+        self.room = asyncio.Event()  # something has arrived
+
+    @property
+    def is_full(self) -> bool:
+        return self.bytes >= self.size
+
+
+class Window:
+    """What may be on the way to one peer. It grows while heartbeats behind it come back without delay.
+
+    A heartbeat is known by the time at which it was sent. Without a stream for heartbeats there is no limit.
+
+    :param flight: shared by the windows of all peers
+    """
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+        self._size = LEAST_WINDOW
+        self._was_full = False
+        self._sent = self._marked = self._passed = 0  # bytes: written, before the last heartbeat, before an answer
+        self._counted = 0  # bytes of ours in the flight
+        self._marks: deque[tuple[float, int]] = deque()
+
+    @property
+    def unanswered_since(self) -> float | None:
+        """When the first heartbeat was sent that is still to be answered."""
+        return self._marks[0][0] if self._marks else None
+
+    async def turn(self, num_bytes: int, ping: Callable[[], bool]) -> bool:
+        """Return when there is room for a write. :returns: whether there was none
+
+        :param ping: sends a heartbeat, and calls `mark`; False where there is no stream
+        """
+        has_waited, flight = False, self._flight
+        while (is_full := self._is_full) or flight.is_full:
+            if (self._sent > self._marked or is_full and not self._marks) and not ping():
+                self.reset()
+                break
+            has_waited = True
+            self._was_full |= is_full
+            flight.was_full |= flight.is_full or self._size > flight.size // 2
+            flight.room.clear()
+            await flight.room.wait()
+        self._sent += num_bytes
+        self._counted += num_bytes
+        flight.bytes += num_bytes
+        if self._sent - self._marked >= self._size // 2:
+            self._marked = self._sent
+            ping()
+        return has_waited
+
+    @property
+    def _is_full(self) -> bool:
+        """Nobody fills more than half of the flight: a peer that has died leaves room for the others."""
+        return self._sent - self._passed >= min(self._size, self._flight.size // 2)
+
+    def write_off(self, now: float) -> None:
+        """To be called several times a second: the flight does not wait for a peer that does not answer."""
+        if self._counted and self._marks and now - self._marks[0][0] > OVERDUE:
+            self._flight.bytes -= self._counted
+            self._counted = 0
+            self._flight.room.set()
+
+    def mark(self, sent_at: float) -> None:
+        """A heartbeat was sent."""
+        self._marked = self._sent
+        self._marks.append((sent_at, self._sent))
+
+    def passed(self, sent_at: float, delay: float) -> None:
+        """It was answered. :param delay: s longer than usual"""
+        while self._marks and self._marks[0][0] <= sent_at:
+            self._pass(self._marks.popleft()[1])
+        if delay > 2 * QUEUED:
+            self._size = max(LEAST_WINDOW, self._size // 2)
+        elif delay < QUEUED:
+            if self._was_full:
+                self._size = min(MOST_WINDOW, 2 * self._size)
+            if self._flight.was_full:
+                self._flight.size = min(8 * MOST_WINDOW, 2 * self._flight.size)
+                self._flight.was_full = False
+        self._was_full = False
+        self._flight.room.set()
+
+    def reset(self) -> None:
+        """The stream for heartbeats is another one, or none."""
+        self._marks.clear()
+        self._marked = self._sent
+        self._pass(self._sent)
+        self._flight.room.set()
+
+    def _pass(self, passed: int) -> None:
+        self._passed = passed
+        left = min(self._counted, self._sent - passed)
+        self._flight.bytes -= self._counted - left
+        self._counted = left
+
+
+@dataclass
+class _Receiver:
+    """What is known of the way to one peer.
+
+    :ivar full: when its buffers were full, all bytes that were written by then, and the s in which nothing was
+    """
+
+    wrote_at: float
+    blocked_at: float = 0.0
+    full: tuple[float, int, float] | None = None
+
+
+class PaceKeeper:
+    """Paces the writes of all bulk channels together, and measures the uplink by them.
+
+    :param max_mbps: Mbit/s that are never exceeded; None: as much as the line carries
+    :ivar on_measured: told the uplink in Mbit/s when it has changed by 5 %
+    :ivar delay: s that heartbeats take longer than usual, the least of all peers: the owner sets it
+    """
+
+    def __init__(
+        self,
+        max_mbps: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ):
+        self.on_measured: Callable[[float], None] = lambda mbps: None
+        self.delay = 0.0
+        self._cap = max_mbps * 1e6 / 8 if max_mbps else None
+        self._clock, self._sleep = clock, sleep
+        self._line = TimeLine(self._cap, clock, sleep)
+        self._receivers: dict[str, _Receiver] = {}
+        self._estimate: float | None = None  # bytes/s
+        self._measured: deque[float] = deque(maxlen=KEPT)  # bytes/s
+        self._drained = 0.0  # bytes/s, the last one of these
+        # one receiver alone has measured less than was known before, which may be the line's fault or its own
+        self._witness: str | None = None
+        self._before = 0.0  # bytes/s
+        self._hold = 0  # spans until the next probe
+        self._yielding = 1.0  # of SHARE
+        self._is_queued = False
+        self._told = 0.0  # bytes/s
+        self._total = 0  # bytes that were written
+        self._wrote_at: float | None = None  # s
+        self._writers = 0  # writes that wait or are under way
+        self._idle = 0.0  # s without any
+        self._idle_since: float | None = None
+        self._begin_span(clock())
+
+    @property
+    def uplink_mbps(self) -> float | None:
+        """Mbit/s that the line carries upwards, no more than `max_mbps`; None: never was there more to send."""
+        known = [rate for rate in (self._estimate, self._cap) if rate is not None]
+        return min(known) * 8 / 1e6 if known else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether bulk went out lately."""
+        return self._wrote_at is not None and self._clock() - self._wrote_at < 2 * SPAN
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a write with all that it waits for: outside of it the program has nothing to send."""
+        if not self._writers and self._idle_since is not None:
+            self._idle += self._clock() - self._idle_since
+        self._writers += 1
+        try:
+            yield
+        finally:
+            self._writers -= 1
+            if not self._writers:
+                self._idle_since = self._clock()
+
+    def reserve(self, peer: str, num_bytes: int) -> float:
+        """Take the next turn for a write to `peer`. :returns: s until it begins"""
+        now = self._clock()
+        wait = self._line.reserve(num_bytes)
+        receiver = self._receivers.get(peer)
+        if receiver is None:
+            self._forget_old(now)
+            self._receivers[peer] = _Receiver(now + wait)
+        elif now - receiver.wrote_at > PAUSE:
+            receiver.full = None
+        self._waited += wait > 0.0
+        self._turns += 1
+        return wait
+
+    async def turn(self, peer: str, num_bytes: int) -> None:
+        """Return when a write to `peer` may begin."""
+        if (wait := self.reserve(peer, num_bytes)) > 0.0:
+            await self._sleep(wait)
+
+    def wrote(self, peer: str, num_bytes: int, blocked: bool) -> None:
+        """The write has been taken. :param blocked: whether it had to wait for room in the buffers"""
+        now = self._clock()
+        self._total += num_bytes
+        receiver = self._receivers.setdefault(peer, _Receiver(now))
+        receiver.wrote_at = self._wrote_at = now
+        if blocked:
+            receiver.blocked_at = now
+            self._measure(peer, receiver, now)
+            if not self._only_it_is_slow(peer, now - SPAN):
+                self._hold = HOLD
+                self._begin_span(now)
+        if now - self._since >= SPAN and self._total - self._from >= LEAST_BYTES:
+            self._end_span(now)
+
+    def _only_it_is_slow(self, peer: str, since: float) -> bool:
+        """Whether other peers took all that they were sent: then it is this receiver that is slow, and not our line."""
+        others = (other for name, other in self._receivers.items() if name != peer)
+        return any(other.wrote_at > since >= other.blocked_at for other in others)
+
+    def _measure(self, peer: str, receiver: _Receiver, now: float) -> None:
+        if receiver.full is None:
+            receiver.full = (now, self._total, self._idle)
+            return
+        since, total, idle = receiver.full
+        if now - since < SPAN or self._total - total < LEAST_BYTES:
+            return
+        receiver.full = (now, self._total, self._idle)
+        rate = (self._total - total) / (now - since)
+        if self._idle - idle > IDLE * (now - since) and rate <= (self._estimate or math.inf):
+            return
+        if self._estimate is None or rate > self._estimate or not self._only_it_is_slow(peer, since):
+            is_alone = not any(other.wrote_at > since for name, other in self._receivers.items() if name != peer)
+            if is_alone and self._witness in (None, peer):
+                self._witness, self._before = peer, max(self._before, self._estimate or 0.0)
+            else:
+                self._witness, self._before = None, 0.0
+            self._drained = rate
+            self._measured.append(rate)
+            self._set(rate if self._estimate is None else (self._estimate + rate) / 2)
+
+    def _end_span(self, now: float) -> None:
+        """No write has blocked in it. Where it was not our own estimate that held bulk up, nothing is learnt."""
+        estimate, is_paced = self._estimate, 2 * self._waited >= self._turns and self._line.rate != self._cap
+        others = [name for name, known in self._receivers.items() if name != self._witness]
+        has_others = any(self._receivers[name].wrote_at > self._since for name in others)
+        self._begin_span(now)
+        if estimate is None or not is_paced:
+            return
+        best = max(sorted(self._measured)[-2:][0], self._before if has_others else 0.0)
+        was_queued, self._is_queued = self._is_queued, self.delay > QUEUED
+        if self._is_queued:
+            if not was_queued:
+                estimate = min(estimate, max(FLOOR * self._drained, estimate / PROBE))
+                self._measured = deque((min(rate, estimate) for rate in self._measured), maxlen=KEPT)
+                self._before, self._hold = 0.0, HOLD
+            self._yielding = max(LEAST_SHARE, YIELD * self._yielding)
+        elif self._yielding < 1.0:
+            self._yielding = min(1.0, self._yielding / YIELD)
+        elif estimate < best / PROBE:  # a slow receiver was taken for the line
+            estimate = min(REGAIN * estimate, best)
+        elif self._hold > 0:
+            self._hold -= 1
+        else:
+            estimate *= PROBE
+            self._hold = HOLD_AFTER_PROBE
+        self._set(estimate)
+
+    def _begin_span(self, now: float) -> None:
+        self._since, self._from = now, self._total
+        self._waited = self._turns = 0
+
+    def _set(self, estimate: float) -> None:
+        self._estimate = max(SLOWEST, estimate)
+        paced = self._yielding * SHARE * self._estimate if self._estimate < FAST else None
+        self._line.rate = min((rate for rate in (paced, self._cap) if rate is not None), default=None)
+        if abs(self._estimate - self._told) > 0.05 * self._told:
+            self._told = self._estimate
+            mbps = self.uplink_mbps
+            assert mbps is not None
+            self.on_measured(mbps)
+
+    def _forget_old(self, now: float) -> None:
+        for peer in [name for name, known in self._receivers.items() if now - known.wrote_at > FORGOTTEN]:
+            del self._receivers[peer]
