@@ -72,6 +72,7 @@ class Hub:
         self.handlers: dict[tuple[str, str], Callable] = {}  # by peer and name
         self.wires: dict[str, Wire] = {}  # those that live
         self.down: set[str] = set()
+        self.split: frozenset[str] = frozenset()  # these reach each other only, and the others too
         self.streams: list[Stream] = []
         self.tasks: set[asyncio.Task] = set()
         self.failures: list[Exception] = []  # of handlers, beside those of their streams
@@ -83,6 +84,17 @@ class Hub:
         self.wires.pop(peer, None)
         for stream in self.streams:
             if peer in (stream.owner, stream.peer):
+                stream.close()
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether no word goes between the two."""
+        return (one in self.split) != (other in self.split)
+
+    def cut(self, peers: Iterable[str]) -> None:
+        """Cut the network between these peers and the others; none heals it."""
+        self.split = frozenset(peers)
+        for stream in self.streams:
+            if self.is_cut(stream.owner, stream.peer):
                 stream.close()
 
     async def serve(self, handler: Callable, stream: Stream) -> None:
@@ -114,7 +126,7 @@ class Wire:
         asyncio.get_running_loop().call_soon(self._deliver, peer, data)
 
     def _deliver(self, peer: str, data: bytes) -> None:
-        other = self.hub.wires.get(peer)
+        other = self.hub.wires.get(peer) if not self.hub.is_cut(self.peer_id, peer) else None
         if other is not None and self.hub.wires.get(self.peer_id) is self and self.peer_id not in other.banned:
             self.traffic = (self.traffic[0] + len(data), self.traffic[1])
             other.traffic = (other.traffic[0], other.traffic[1] + len(data))
@@ -127,7 +139,8 @@ class Wire:
         self.hub.handlers[self.peer_id, name] = handler
 
     async def ask(self, peer: str, name: str, head: bytes, timeout: float) -> Stream:
-        if {peer, self.peer_id} & self.hub.down or (peer, name) not in self.hub.handlers:
+        is_away = {peer, self.peer_id} & self.hub.down or self.hub.is_cut(self.peer_id, peer)
+        if is_away or (peer, name) not in self.hub.handlers:
             raise OSError("it cannot be reached")
         near, far = Stream(self.hub, self.peer_id, peer, head), Stream(self.hub, peer, self.peer_id, head)
         near.other, far.other, near.opened = far, near, True

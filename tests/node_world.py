@@ -178,7 +178,7 @@ class World:
         """Discovery: everybody hears of those that have parameters."""
         seen = [(peer.id, peer.account, peer.public, float("inf")) for peer in self.alive if peer.head is not None]
         for peer in self.alive:
-            others = tuple(each for each in seen if each[0] != peer.id)
+            others = tuple(each for each in seen if each[0] != peer.id and not self.hub.is_cut(peer.id, each[0]))
             if others and others != peer.knows:
                 peer.knows = others
                 peer.say(Seen(others))

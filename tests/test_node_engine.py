@@ -475,6 +475,61 @@ def test_two_founders_end_on_one_branch(tmp_path):
     play(tmp_path, story)
 
 
+def test_a_founder_alone_comes_to_the_run_of_others(tmp_path):
+    """The state that it fetches is one to which others of that run attest."""
+
+    async def story(world):
+        a, b = world.peer("a", trains=False), world.peer("b", trains=False)
+        world.hub.cut([a.id])
+        for peer in (a, b):
+            peer.say(Found())
+        await world.until(lambda: a.lineage is not None and b.lineage is not None)
+        a.trains = b.trains = True
+        c = world.peer("c")
+        await world.all_at(10)
+        assert not {a.head.lineage} & {item.head.lineage for item in b.engine.core.log.items}
+        world.hub.cut([])
+        world.met()
+        await world.until(lambda: b.head.lineage in a.engine.core.log and c.head.lineage in a.engine.core.log)
+        await world.quiet()
+        for peer in (a, b, c):
+            peer.check_ledger()
+        assert world.entered(a.head).max() <= 1
+
+    play(tmp_path, story)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept, cause", [(8, Cause.UNKNOWN), (300, Cause.LOST_BRANCH)])
+def test_two_branches_of_several_members_meet(tmp_path, kept, cause):
+    """Where the fork is forgotten; and where members wrote no state on the grid since: one is written for those that
+    ask, and the others attest to it."""
+
+    async def story(world):
+        peers = [world.peer(name, founds=name == "a", pause=0.05 if kept == 8 else 0.3) for name in "abcde"]
+        few, many = peers[:2], peers[2:]
+        await world.all_at(33)
+        world.hub.cut([peer.id for peer in few])
+        fork = max(peer.epoch for peer in peers)
+        await world.all_at(fork + (2 * kept if kept == 8 else 3), *many)
+        await world.all_at(fork + 3, *few)  # once they have been alone for long enough
+        gone = few[0].head.lineage
+        assert gone not in many[0].engine.core.log
+        assert kept == 8 or max(peer.epoch for peer in peers) < 64, "the next state on the grid"
+        world.hub.cut([])
+        world.met()
+        await world.until(lambda: len({peer.head.lineage for peer in peers}) == 1)
+        lost = few if gone not in few[0].engine.core.log else many
+        await world.all_at(peers[0].epoch + 3)
+        await world.quiet()
+        for peer in peers:
+            peer.check_ledger()
+        assert world.entered(few[0].head).max() <= 1
+        assert sum(peer.ledger.expired.get(cause, 0) for peer in lost) > 0
+
+    play(tmp_path, story, alone_after=6.0, isolated_after=1.0, kept_entries=kept)
+
+
 def test_a_peer_whose_parameters_are_damaged_takes_others(tmp_path):
     async def story(world):
         a, b, c = await trio(world)

@@ -63,9 +63,9 @@ class Peer:
         )  # fmt: skip
         self.transfers.serve(self)
 
-    async def offer(self, wanted: bytes, root: bytes) -> State | None:
+    async def offer(self, wanted: OfferWanted) -> State | None:
         self.asked += 1
-        if wanted == FRESH and self.gives_beginning:
+        if wanted.wanted == FRESH and self.gives_beginning:
             return State(SNAP, None)
         await self.may_give.wait()
         return self.state

@@ -261,18 +261,18 @@ class Transfers:
         if got:
             self._sim.clock.after(last, process.fetched, process.life, frozenset(got))
 
-    def snapshot(self, process: Process, source: str) -> None:
-        """Fetch a snapshot; the transfer takes as long as the source's line needs."""
+    def snapshot(self, process: Process, source: str, fork: bytes) -> None:
+        """Fetch a snapshot, behind the fork if that is given; the transfer takes as long as the source's line needs."""
         network, sim = self._sim.network, self._sim
         other = self._reach(process, source)
         if other is None:
             sim.clock.after(TRIES, process.snapshot_came, process.life, source, None)
             return
         seconds = 2 * network.latency(process.name, source) + network.seconds(source, self._snapshot_size)
-        sim.clock.after(seconds, self._snapshot_ends, process, process.life, other, other.life)
+        sim.clock.after(seconds, self._snapshot_ends, process, process.life, other, other.life, fork)
 
-    def _snapshot_ends(self, process: Process, life: int, other: Process, other_life: int) -> None:
+    def _snapshot_ends(self, process: Process, life: int, other: Process, other_life: int, fork: bytes) -> None:
         found = None
         if other.active and other.life == other_life and self._reach(process, other.name) is other:
-            found = other.snapshot()
+            found = other.snapshot(fork)
         process.snapshot_came(life, other.name, found)

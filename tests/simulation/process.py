@@ -12,7 +12,7 @@ from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.certificates import Goodbye
 from volunteer_kit.swarm.sync.contributions import LedgerRecord, Slice
 from volunteer_kit.swarm.sync.entries import Entry, Member, RollbackOrder, Verdict
-from volunteer_kit.swarm.sync.log import LogItem
+from volunteer_kit.swarm.sync.log import LogItem, items_behind
 from volunteer_kit.swarm.sync.messages import (
     Adopt,
     AnswersHeld,
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 MODULUS = (1 << 61) - 1
 GENESIS_PARAMETERS = 1
 PROOF_SECONDS = 0.3
+STATE_EVERY = 8  # epochs between the states that members write for others
 MOST_EVENTS = 60_000  # of one seed: peers that talk without an end
 SIDES = {"vote": Vote, "promise": Promise, "propose": Propose}  # messages upon which a crash can be planned
 
@@ -103,7 +104,9 @@ class Upon(NamedTuple):
 class Disk:
     """What survives kill -9."""
 
-    __slots__ = ("head", "ballot", "opening", "ledger", "goodbye", "held", "parameters", "residuals", "damage")
+    __slots__ = (
+        "ballot", "damage", "goodbye", "head", "held", "ledger", "opening", "parameters", "residuals", "served",
+    )  # fmt: skip
 
     def __init__(self, cells: int):
         self.head: HeadRecord | None = None
@@ -115,6 +118,7 @@ class Disk:
         self.parameters: dict[bytes, int] = {}  # of the last heads, by lineage
         self.residuals = Residuals(cells)
         self.damage = 0.0  # what its sketch is off, since its parameters differ from what the others have
+        self.served: tuple[Snapshot, int] | None = None  # its last state on the grid, with the parameters
 
 
 class Process:
@@ -479,6 +483,8 @@ class Process:
         if before is not None and before != lineage and honest:
             self._settle(before, new, base)
         disk.head = record
+        if last.head.epoch % STATE_EVERY == 0:
+            disk.served = record.snapshot, parameters
         if len(disk.parameters) > 12:
             for old in list(disk.parameters)[:-6]:
                 if old != lineage:
@@ -636,17 +642,29 @@ class Process:
             self.disk.damage = by
             self.handle(Sketched(self.lineage, 100 + self.parameters % 1000 / 10 + by))
 
-    def snapshot(self) -> tuple[Snapshot, State] | None:
-        """What it serves to others: its last head with the parameters; None: nothing, or witnesses contradict it."""
+    def snapshot(self, fork: bytes) -> tuple[Snapshot, State] | None:
+        """What it serves to others: its last state on the grid, or its head if no steps lead from there to it or it is
+        not behind the fork; None: nothing, or witnesses contradict it.
+        """
         disk = self.disk
         if disk.head is None or self.phase in (Phase.JOINING, Phase.LEAVING):
             return None
         if disk.damage and self.sim.contradicted(self):
             return None
+        if disk.served is not None:
+            snapshot, parameters = disk.served
+            items = disk.head.snapshot.items
+            kept = {item.head.lineage for item in items}
+            behind = items_behind(items, fork)
+            fits = behind is None or snapshot.head.lineage in {item.head.lineage for item in behind}
+            if fits and items_behind(items, snapshot.head.lineage) is not None:
+                # as the log is now: it may have forgotten some of the state's own items
+                inside = tuple(item for item in snapshot.items if item.head.lineage in kept)
+                return Snapshot(inside, snapshot.accounts), State(parameters, disk.damage)
         return disk.head.snapshot, State(disk.parameters[self.lineage_on_disk], disk.damage)
 
     def _fetch_snapshot(self, action: FetchSnapshot) -> None:
-        self.sim.transfers.snapshot(self, action.source)
+        self.sim.transfers.snapshot(self, action.source, action.fork)
 
     def snapshot_came(self, life: int, source: str, found: tuple[Snapshot, State] | None) -> None:
         """The end of a transfer."""

@@ -2,8 +2,9 @@
 
 Each peer writes a short signed record into the DHT: whether it can be called, and at which epoch it is. A peer without
 parameters joins those that have some. Where nobody has any, the public peers that wait take turns, in the order of
-their ids, and the first one begins. Two peers that begin at the same moment cost nothing but a snapshot: of two
-beginnings the one with more samples wins (`Head.beats`).
+their ids, and the first one begins. It says so in its record at once, since its node may take seconds to begin. Two
+peers that begin at the same moment cost nothing but a snapshot: of two beginnings the one with more samples wins
+(`Head.beats`).
 """
 
 from __future__ import annotations
@@ -136,11 +137,12 @@ class Discovery:
 
     def _run(self) -> None:
         claimed: float | None = None  # s, of time.monotonic()
+        has_begun = False  # the node was told to begin the run; it may take seconds until it has
         told: Seen | None = None
         renewed = looked = float("-inf")
         while not self._stop.is_set():
             try:
-                epoch = self._epoch()
+                epoch = max(self._epoch(), 0 if has_begun else -1)
                 now = time.monotonic()
                 if now - renewed >= RENEWED_EVERY or (claimed is None):
                     self._publish(epoch)
@@ -154,7 +156,8 @@ class Discovery:
                     self._link.send(seen)
                 if epoch < 0 and not seen.peers and self._begins(claimed):
                     self._link.send(Found())
-                    renewed = float("-inf")  # others learn of it at once
+                    has_begun, renewed = True, float("-inf")  # others learn of it at once
+                    continue
             except Exception as error:  # the DHT may be away for a while
                 logger.debug("The DHT did not answer: %r", error)
                 epoch = -1

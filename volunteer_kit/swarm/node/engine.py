@@ -28,7 +28,7 @@ from volunteer_kit.swarm.node.head_layout import Answers, HeadLayout
 from volunteer_kit.swarm.node.signatures import Signatures
 from volunteer_kit.swarm.node.slots import Slots
 from volunteer_kit.swarm.node.statements import BadSignature
-from volunteer_kit.swarm.node.states import OPENS_WITHIN, States, items_behind
+from volunteer_kit.swarm.node.states import OPENS_WITHIN, States
 from volunteer_kit.swarm.node.store import NodeStore, StoreError
 from volunteer_kit.swarm.node.talk import (
     CHECKED_FIRST,
@@ -69,7 +69,7 @@ from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, LedgerRecord, Slice
 from volunteer_kit.swarm.sync.core import SyncCore
 from volunteer_kit.swarm.sync.entries import Entry, Member, RollbackOrder
-from volunteer_kit.swarm.sync.log import LogItem
+from volunteer_kit.swarm.sync.log import LogItem, items_behind
 from volunteer_kit.swarm.sync.messages import (
     CHECKPOINT,
     Adopt,
@@ -761,7 +761,7 @@ class Engine:
             else:
                 self._loop.call_soon(self.handle, SnapshotFailed(CHECKPOINT))
             return
-        self._states.fetch(action.source)
+        self._states.fetch(action.source, action.fork)
 
     # --- the monitor's orders ---
 

@@ -5,7 +5,8 @@ from all, and they can attest to the state (`witnesses.py`). If epochs are long,
 powers of two, so that each epoch of a coarse grid is one of a finer grid too.
 
 An observer (`observer.py`) takes no steps behind a state, so the node writes one for it at the training process's
-epoch. Other members hold no equal state and cannot attest to it, so the node keeps it apart and lists it nowhere.
+epoch, keeps it apart and lists it nowhere. A member of another branch asks for one as well if the branches parted
+behind the last state on the grid. Others write theirs when they are asked to attest to it, if they are at that epoch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from volunteer_kit.swarm.node.transfers import (
     NEWEST,
     ChunkedFile,
     Offer,
+    OfferWanted,
     State,
     TransferFailed,
     Transfers,
@@ -50,8 +52,7 @@ from volunteer_kit.swarm.node.witnesses import (
 )
 from volunteer_kit.swarm.sync.contributions import Accounts
 from volunteer_kit.swarm.sync.core import SyncCore
-from volunteer_kit.swarm.sync.entries import RollbackOrder
-from volunteer_kit.swarm.sync.log import LogItem
+from volunteer_kit.swarm.sync.log import LogItem, items_behind
 from volunteer_kit.swarm.sync.messages import Event, Snapshot, SnapshotFailed, SnapshotTaken
 from volunteer_kit.swarm.sync.phases import Phase
 from volunteer_kit.swarm.wire import WireError, encode
@@ -187,9 +188,10 @@ class States:
 
     # --- taken from others ---
 
-    def fetch(self, source: str) -> None:
-        """Get a state that this peer offers; `SnapshotTaken` or `SnapshotFailed` tells what came of it. One that is on
-        its way, and comes on, is waited for: a large one takes longer than the core's patience."""
+    def fetch(self, source: str, fork: bytes = b"") -> None:
+        """Get a state that this peer offers, behind the lineage `fork` if that is given; `SnapshotTaken` or
+        `SnapshotFailed` tells what came of it. One that is on its way, and comes on, is waited for: a large one takes
+        longer than the core's patience."""
         done, before, total = self._arrived_bytes
         if self._arriving is not None:
             if self._is_judging or (done - before) * PROGRESS_OF_ARRIVAL > total:
@@ -197,30 +199,25 @@ class States:
                 return
             self._arriving.cancel()
         self._arrived_bytes, self._is_judging = (0, 0, 0), False
-        self._arriving = self._spawn(self._get(source))
-
-    @property
-    def _wanted(self) -> bytes:
-        if self._is_fresh():
-            return FRESH
-        core = self._core()
-        return ANY if core.log is None or core.is_damaged else NEWEST  # an older one would not be ahead of ours
+        self._arriving = self._spawn(self._get(source, fork))
 
     def _on_bytes(self, done: int, total: int) -> None:
         self._arrived_bytes = (done, self._arrived_bytes[1], total)
         self._tell(Downloading(done, total))
 
-    async def _get(self, source: str) -> None:
+    async def _get(self, source: str, fork: bytes) -> None:
         path = self._store.state_path(b"arriving")
+        self._drop_taken()
         try:
-            offer = await self._transfers.fetch_offer(source, OPENS_WITHIN, self._wanted, begun_root(path))
+            wanted = OfferWanted(FRESH if self._is_fresh() else ANY, begun_root(path), fork)
+            offer = await self._transfers.fetch_offer(source, OPENS_WITHIN, wanted)
             proof = read_proof(offer.signatures)
             why = why_not_proven(offer.snapshot, proof, self._access, self._signatures)
             if not why and not offer.size and not is_beginning(offer.snapshot):
                 why = "it has no bytes, and is not the run's beginning"
             if why:
                 raise TransferFailed(why)
-            digest = await self._get_file(source, offer, path)
+            digest = await self._get_file(source, offer, path, bool(fork))
         except (TransferFailed, WireError) as error:
             self._arriving = None
             self._tell(Told("warning", f"No model came from {source}: {error}"))
@@ -234,19 +231,28 @@ class States:
         path.replace(taken)
         self._taken = (offer.snapshot, digest)
         self._handle(SnapshotTaken(offer.snapshot))
-        if self._taken is not None:  # the core knows better; the file may be one that was noted before
-            self._taken = None
-            if self._store.state_digest(offer.snapshot.head.lineage) is None:
-                taken.unlink(missing_ok=True)
+        if self._core().weighed != offer.snapshot.head.lineage:
+            self._drop_taken()
 
-    async def _get_file(self, source: str, offer: Offer, path: Path) -> bytes:
+    def _drop_taken(self) -> None:
+        """The core has no use for the state that came; the file may be one that was noted before."""
+        taken, self._taken = self._taken, None
+        if taken is not None and self._store.state_digest(taken[0].head.lineage) is None:
+            self._store.state_path(taken[0].head.lineage).unlink(missing_ok=True)
+
+    async def _get_file(self, source: str, offer: Offer, path: Path, is_fork: bool) -> bytes:
         """Bring the state of an offer into `path`, and hear its witnesses. :returns: its SHA-256. Raises
-        TransferFailed."""
+        TransferFailed.
+
+        :param is_fork: whether its branch wins against ours: then those that stand on ours say nothing about it
+        """
         head = offer.snapshot.head
         said: dict[str, Testimony] = {}  # by peer
 
         async def hear_all(seed: int, peers: Iterable[str]) -> None:
-            said.update(await self._hear(Question(head.lineage, seed), peers))
+            heard = await self._hear(Question(head.lineage, seed), peers)
+            ours = self._core().on_our_branch(heard) if is_fork else ()
+            said.update((peer, each) for peer, each in heard.items() if each.knows or peer not in ours)
 
         self._is_judging = True
         others = self._others(source, offer.snapshot)
@@ -331,6 +337,8 @@ class States:
         epoch = core.head.epoch if core.head is not None else -1
         said = Testimony(epoch, core.phase in SETTLED, self._knows(lineage))
         file = await self._file_of(lineage) if said.knows else None
+        if file is None and said.knows:
+            file = await self._latest_file(lineage)
         if file is None:
             return said
         said = said._replace(root=file.root, size=file.size)
@@ -338,6 +346,14 @@ class States:
             return said
         async with self._sketching:
             return said._replace(sketch=await asyncio.to_thread(sketch_of, file.path, question.seed))
+
+    async def _latest_file(self, lineage: bytes) -> ChunkedFile | None:
+        """The state that is written for those who only ask, if it is at this lineage; else one is written now."""
+        latest, core = self._latest, self._core()
+        if (latest is None or latest.snapshot.head.lineage != lineage) and core.head is not None:
+            is_soon = time.monotonic() - self._latest_at <= NEWEST_EVERY
+            latest = None if is_soon or core.head.lineage != lineage else await self._offer_latest(b"")
+        return latest.file if latest is not None and latest.snapshot.head.lineage == lineage else None
 
     def _knows(self, lineage: bytes) -> bool:
         log = self._core().log
@@ -391,24 +407,27 @@ class States:
 
     # --- given to others ---
 
-    async def offer(self, wanted: bytes, root: bytes) -> State | None:
+    async def offer(self, wanted: OfferWanted) -> State | None:
         """For a peer that asks: the state of which it has a part, or the newest, unless so many entries came since that
         the log may forget them: then it is written anew. None: there is none.
 
-        :param wanted: FRESH: that peer has the run's initial parameters, and a few steps behind these are less to
-            carry. NEWEST: it replays no steps, so one is written for it, as often as every NEWEST_EVERY
-        :param root: of the state of which it has a part
+        To a peer that has the run's initial parameters, a few steps behind these are less to carry. For one that
+        replays no steps a state is written, as often as every NEWEST_EVERY; and for one that needs a state behind the
+        fork of two branches, if there is none.
         """
         core = self._core()
         log = core.log
         if log is None or core.phase is Phase.LEAVING:
             return None
         beginning = Snapshot(log.items[:1], Accounts())
-        if wanted == FRESH and len(log.items) <= FEW_STEPS and is_beginning(beginning):
+        if wanted.wanted == FRESH and len(log.items) <= FEW_STEPS and is_beginning(beginning):
             return State(beginning, None)
-        if wanted == NEWEST:
-            return await self._offer_latest(root)
-        begun = [lineage for lineage, file in self._files.items() if file.root == root and self._is_near(lineage)]
+        if wanted.wanted == NEWEST:
+            return await self._offer_latest(wanted.root)
+        behind = items_behind(log.items, wanted.fork)
+        of_use = None if behind is None else {item.head.lineage for item in behind}
+        begun = [lineage for lineage, file in self._files.items() if file.root == wanted.root]
+        begun = [each for each in begun if self._is_near(each) and (of_use is None or each in of_use)]
         if begun and (state := await self._state_at(begun[0])) is not None:
             return state
         newest = self._store.newest_state()
@@ -418,7 +437,12 @@ class States:
             except asyncio.TimeoutError:
                 return None
             newest = self._store.newest_state()
-        return await self._state_at(newest[0].head.lineage) if newest is not None else None
+        if newest is None:
+            return None
+        lineage = newest[0].head.lineage
+        if of_use is not None and lineage not in of_use:
+            return await self._offer_latest(wanted.root)
+        return await self._state_at(lineage)
 
     def _is_near(self, lineage: bytes) -> bool:
         """Return whether a peer with the state of this lineage can take the steps since."""
@@ -507,10 +531,3 @@ def is_beginning(snapshot: Snapshot) -> bool:
     """Return whether it is a run's beginning with the initial parameters, which every peer of the run can make."""
     item = snapshot.items[0]
     return len(snapshot.items) == 1 and item.step is None and item == LogItem.genesis(item.membership.view.values())
-
-
-def items_behind(items: tuple[LogItem, ...], lineage: bytes) -> tuple[LogItem, ...] | None:
-    """The items behind this lineage; None: it is not among them, or no steps lead from it to the last one."""
-    places = [place for place, item in enumerate(items) if item.head.lineage == lineage]
-    behind = items[places[0] + 1 :] if places else None
-    return None if behind is None or any(isinstance(item.step, RollbackOrder) for item in behind) else behind

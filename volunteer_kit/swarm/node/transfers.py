@@ -93,8 +93,9 @@ class CheckpointWanted(NamedTuple):
 class OfferWanted(NamedTuple):
     """The head of a question for a state."""
 
-    wanted: bytes = ANY  # ANY, FRESH or NEWEST; something else means ANY
+    wanted: bytes = ANY  # FRESH: the peer has the run's initial parameters; NEWEST: it replays no steps; else ANY
     root: bytes = b""  # of a state that is here in part
+    fork: bytes = b""  # the state has to be behind this lineage, where the two logs part; empty: any
 
 
 class ChunkWanted(NamedTuple):
@@ -133,7 +134,7 @@ class State(NamedTuple):
 class StateGiver(Protocol):
     """The source of the states that a node gives: states.States."""
 
-    async def offer(self, wanted: bytes, root: bytes) -> State | None: ...
+    async def offer(self, wanted: OfferWanted) -> State | None: ...
 
     def proof_of(self, snapshot: Snapshot) -> bytes: ...
 
@@ -235,7 +236,7 @@ class Transfers:
         async with self._follower(OFFER, peer) as is_served:
             if not is_served:
                 return
-            state = await self._giver.offer(wanted.wanted, wanted.root)
+            state = await self._giver.offer(wanted)
             if state is None:
                 await send_size(channel, 0)
             else:
@@ -344,23 +345,20 @@ class Transfers:
         self._keep_answer(digest, data)
         return True
 
-    async def fetch_offer(self, source: str, timeout: float, wanted: bytes = ANY, root: bytes = b"") -> Offer:
+    async def fetch_offer(self, source: str, timeout: float, wanted: OfferWanted) -> Offer:
         """Ask one peer for a state; its size is 0 where it offers the run's beginning.
 
         :param timeout: s, until the channel is open
-        :param wanted: ANY; FRESH: this peer has the run's initial parameters, and the other side may offer these;
-            NEWEST: this peer replays no steps
-        :param root: of a state that is here in part: the other side may still have it
         :raises TransferFailed: with the reason
         """
-        data = await self._ask_blob(source, OFFER, encode(OfferWanted(wanted, root)), timeout, MOST_OFFER)
+        data = await self._ask_blob(source, OFFER, encode(wanted), timeout, MOST_OFFER)
         if not data:
             raise TransferFailed("it has no state")
         try:
             offer: Offer = decode(Offer, data, MOST_OFFER)
         except WireError as error:
             raise TransferFailed(f"its offer makes no sense: {error}") from None
-        if wanted == FRESH and offer.size == 0:
+        if wanted.wanted == FRESH and offer.size == 0:
             return offer
         if not 0 < offer.size <= min(self._most_state, MAX_CHUNKS * CHUNK_SIZE):
             raise TransferFailed(f"{offer.size} bytes were announced, {self._most_state} are the most")
@@ -440,10 +438,10 @@ class Transfers:
 
         :param timeout: s, until a channel is open
         :param on_bytes: told how much of it is here
-        :param wanted: as of fetch_offer
+        :param wanted: ANY, FRESH or NEWEST
         :raises TransferFailed: with the reason
         """
-        offer = await self.fetch_offer(source, timeout, wanted, begun_root(path))
+        offer = await self.fetch_offer(source, timeout, OfferWanted(wanted, begun_root(path)))
         if offer.size:
 
             async def donors() -> Iterable[str]:

@@ -124,7 +124,7 @@ class _Fetching(NamedTuple):
 
     source: str
     since: float  # s
-    head: Head | None  # ours, when it was asked for
+    snapshot: Snapshot | None = None  # it is here, and waits for the source's items behind it
 
 
 class SyncCore:
@@ -180,6 +180,17 @@ class SyncCore:
             self._enter_slot()
 
     # --- what others may read ---
+
+    def on_our_branch(self, peers: Iterable[str]) -> set[str]:
+        """Those of these peers whose last known head is in our log."""
+        heads = {peer: contact.head for peer, contact in self._contacts if contact.head is not None}
+        return {peer for peer in peers if peer in heads and self.log is not None and heads[peer].lineage in self.log}
+
+    @property
+    def weighed(self) -> bytes | None:
+        """The lineage of a snapshot that is here and may be adopted yet: its source says what it has behind it."""
+        fetching = self._fetching
+        return fetching.snapshot.head.lineage if fetching is not None and fetching.snapshot is not None else None
 
     @property
     def phase(self) -> Phase:
@@ -372,8 +383,8 @@ class SyncCore:
         if self.log is None:
             self._look_for_snapshot()
             return
-        if self._fetching is not None and self._now - self._fetching.since > self.config.snapshot_patience:
-            self._snapshot_failed(self._fetching.source)
+        if self._fetching is not None:
+            self._tick_snapshot(self._fetching)
         if self.phase is Phase.CATCHING_UP:
             if self._source is not None:
                 self._send(self._source, self._report())
@@ -1233,6 +1244,11 @@ class SyncCore:
         assert self.log is not None
         if self._now < self._contacts[sender].avoided_until:
             return
+        fetching = self._fetching
+        if fetching is not None and fetching.snapshot is not None and fetching.source == sender:
+            if body.items and body.after == fetching.snapshot.head.lineage:
+                self._weigh(fetching, fetching.snapshot, body.items)
+            return
         if body.after is None or not body.items:
             head = self._contacts[sender].head
             if body.after is None and head is not None and self._could_follow(head):
@@ -1265,7 +1281,7 @@ class SyncCore:
             if suffix.items != self._replay[: len(suffix.items)]:  # else their answers are being fetched
                 self._catch_up(sender, suffix.items)
         elif self._fork(suffix).they_win:
-            self._fetch_snapshot(sender)  # the switch is made in one step
+            self._fetch_snapshot(sender, suffix.base.head.lineage)  # the switch is made in one step
 
     def _may_join_branch(self, suffix: Suffix) -> bool:
         """From the fork point: as a member; or alone, if no leader has a quorum or the branch has an epoch's worth."""
@@ -1387,10 +1403,10 @@ class SyncCore:
         elif self._now - self._clock.entered >= self.config.alone_after:
             self._fetch_snapshot(CHECKPOINT)  # everybody has left
 
-    def _fetch_snapshot(self, source: str) -> None:
+    def _fetch_snapshot(self, source: str, fork: bytes = b"") -> None:
         if self._fetching is None and self._now >= self._contacts[source].avoided_until:
-            self._fetching = _Fetching(source, self._now, self.head)
-            self._do(FetchSnapshot(source))
+            self._fetching = _Fetching(source, self._now)
+            self._do(FetchSnapshot(source, fork))
 
     def _on_snapshot_failed(self, event: SnapshotFailed) -> None:
         self._snapshot_failed(event.source)
@@ -1401,15 +1417,28 @@ class SyncCore:
         if self.log is None:
             self._look_for_snapshot()
 
+    def _tick_snapshot(self, fetching: _Fetching) -> None:
+        patience = self.config.snapshot_patience if fetching.snapshot is None else self.config.fetch_patience
+        if self._now - fetching.since > patience:
+            self._snapshot_failed(fetching.source)
+        elif fetching.snapshot is not None:
+            self._ask_behind(fetching.source, fetching.snapshot)
+
+    def _ask_behind(self, source: str, snapshot: Snapshot) -> None:
+        self._send(source, AskItems((snapshot.head.lineage,)))
+
     def _on_snapshot_taken(self, event: SnapshotTaken) -> None:
         fetching, self._fetching = self._fetching, None
-        source = fetching.source if fetching is not None else CHECKPOINT
-        if self._use_snapshot(event.snapshot, fetching):
+        source, snapshot = (fetching.source if fetching is not None else CHECKPOINT), event.snapshot
+        if self._use_snapshot(snapshot):
             self._contacts[source].useless = 0
+        elif source != CHECKPOINT and self._may_lead_ahead(snapshot):
+            self._fetching = _Fetching(source, self._now, snapshot)
+            self._ask_behind(source, snapshot)
         else:
             self._snapshot_failed(source)
 
-    def _use_snapshot(self, snapshot: Snapshot, fetching: _Fetching | None) -> bool:
+    def _use_snapshot(self, snapshot: Snapshot) -> bool:
         """Adopt it if it is ahead of us, on our branch or on one that wins; return whether it was of use."""
         if not snapshot.items or not is_chain(snapshot.items):
             return False
@@ -1418,26 +1447,42 @@ class SyncCore:
             return True
         if self._damaged and snapshot.head.lineage in self.log:
             return self._repair(snapshot)
-        inside = Log(snapshot.items, len(snapshot.items))
-        common = inside.last_common(item.head.lineage for item in reversed(self.log.items))
-        if self._lineage() in inside:
+        if self._lineage() in Log(snapshot.items, len(snapshot.items)):
             if snapshot.head.lineage != self._lineage():
                 self._adopt(snapshot, self._head())
             return True
-        if not self._beats_us(snapshot, common) and not (common is None and self._beat_us(snapshot, fetching)):
+        common = self._common(snapshot)
+        if not self._beats_us(snapshot, common):
             return False
         self._adopt(snapshot, None if common is None else self.log.item(common).head)
         return True
 
-    def _beat_us(self, snapshot: Snapshot, fetching: _Fetching | None) -> bool:
-        """Return whether the snapshot is ahead of what this peer had when it asked, and its source is still apart.
+    def _common(self, snapshot: Snapshot) -> bytes | None:
+        """The last lineage that a snapshot's items and our log both have."""
+        assert self.log is not None
+        inside = Log(snapshot.items, len(snapshot.items))
+        return inside.last_common(item.head.lineage for item in reversed(self.log.items))
 
-        A snapshot is older than our head when it comes, so two branches that are equally fast would never meet.
-        """
-        if self.log is None or fetching is None or fetching.head is None:
+    def _may_lead_ahead(self, snapshot: Snapshot) -> bool:
+        """Return whether the branch of a snapshot may win, though the snapshot does not: members serve states that are
+        some entries old, and two branches that are equally fast would never meet by these."""
+        if self.log is None or not snapshot.items or not is_chain(snapshot.items):
             return False
-        source = self._contacts[fetching.source].head
-        return snapshot.head.beats(fetching.head) and (source is None or source.lineage not in self.log)
+        return snapshot.head.lineage not in self.log and snapshot.head.order == self._head().order
+
+    def _weigh(self, fetching: _Fetching, snapshot: Snapshot, items: tuple[LogItem, ...]) -> None:
+        """Adopt a snapshot with its branch behind it, if the branch wins now. Else its source is asked again, for a
+        while. Both sides compare with their heads of now, so two peers never change places."""
+        assert self.log is not None
+        if not is_chain((snapshot.items[-1], *items)):
+            self._snapshot_failed(fetching.source)
+            return
+        common = self._common(snapshot)
+        if self._beats_us(Snapshot((*snapshot.items, *items), snapshot.accounts), common):
+            self._fetching = None
+            self._contacts[fetching.source].useless = 0
+            self._adopt(snapshot, None if common is None else self.log.item(common).head)
+            self._compare_suffix(fetching.source, Suffix(self._last(), items))
 
     def _beats_us(self, snapshot: Snapshot, common: bytes | None) -> bool:
         assert self.log is not None

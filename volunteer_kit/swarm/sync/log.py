@@ -128,3 +128,10 @@ def is_chain(items: tuple[LogItem, ...]) -> bool:
         before.after_order(after.step) == after if isinstance(after.step, RollbackOrder) else before.leads_to(after)
         for before, after in zip(items, items[1:], strict=False)
     )
+
+
+def items_behind(items: tuple[LogItem, ...], lineage: bytes) -> tuple[LogItem, ...] | None:
+    """The items behind this lineage; None: it is not among them, or no steps lead from it to the last one."""
+    places = [place for place, item in enumerate(items) if item.head.lineage == lineage]
+    behind = items[places[0] + 1 :] if places else None
+    return None if behind is None or any(isinstance(item.step, RollbackOrder) for item in behind) else behind

@@ -505,6 +505,7 @@ class FetchSnapshot:
     """
 
     source: str
+    fork: bytes = b""  # the snapshot has to be behind this lineage, where the branches part; empty: any
 
 
 @dataclass(frozen=True, slots=True)
