@@ -228,13 +228,13 @@ class Transfers:
     def _cells_of(self, digests: list[bytes]) -> int:
         return sum(self._swarm.cells_of[digest] for digest in digests)
 
-    def snapshot(self, process: Process, source: str) -> None:
-        """Fetch a snapshot; one that cannot be reached fails."""
+    def snapshot(self, process: Process, source: str, fork: bytes) -> None:
+        """Fetch a snapshot, behind the fork if that is given; one that cannot be reached fails."""
         other, life = self._reach(process, source), process.life
         if other is None:
             self._swarm.clock.after(TRIES, process.snapshot_came, life, source, None)
             return
-        came = partial(self._snapshot_ends, process, life, other)
+        came = partial(self._snapshot_ends, process, life, other, fork)
         transfer = self._lines.send(source, process.name, self._snapshot_size, came)
         self._watch(process, life, transfer)
 
@@ -249,5 +249,5 @@ class Transfers:
             self._swarm.clock.after(TRIES, self._watch, process, life, transfer)
 
     @staticmethod
-    def _snapshot_ends(process: Process, life: int, other: Process) -> None:
-        process.snapshot_came(life, other.name, other.snapshot() if other.up else None)
+    def _snapshot_ends(process: Process, life: int, other: Process, fork: bytes) -> None:
+        process.snapshot_came(life, other.name, other.snapshot(fork) if other.up else None)
