@@ -17,26 +17,28 @@ DIGEST_SIZE = 8  # bytes; of what was heard
 
 def digest_of(message: Any) -> bytes:
     """Equal where the same was said, whoever passed it on."""
-    digest = hashlib.blake2b(digest_size=DIGEST_SIZE, person=b"heard")
-    _feed(digest, message)
-    return digest.digest()
+    said: list[bytes] = []
+    _tell(message, said)
+    return hashlib.blake2b(b"".join(said), digest_size=DIGEST_SIZE, person=b"heard").digest()
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _tell(value: Any, said: list[bytes]) -> None:
     """Each value with its kind and length before it, so that no two messages are the same bytes."""
-    if hasattr(value, "__dataclass_fields__"):
-        value = tuple(getattr(value, field.name) for field in fields(value))
-    elif isinstance(value, frozenset):
-        value = tuple(sorted(value))
-    if isinstance(value, tuple):
-        digest.update(b"(%d" % len(value))
+    if isinstance(value, bytes):
+        said += (b"b%d:" % len(value), value)
+    elif isinstance(value, tuple):
+        said.append(b"(%d" % len(value))
         for one in value:
-            _feed(digest, one)
-        return
-    if isinstance(value, np.ndarray):
-        value = value.tobytes()
-    said = value if isinstance(value, bytes) else repr(value).encode()
-    digest.update(b"%s%d:" % (type(value).__name__[:1].encode(), len(said)) + said)
+            _tell(one, said)
+    elif isinstance(value, frozenset):
+        _tell(tuple(sorted(value)), said)
+    elif isinstance(value, np.ndarray):
+        _tell(value.tobytes(), said)
+    elif hasattr(value, "__dataclass_fields__"):
+        _tell(tuple(getattr(value, field.name) for field in fields(value)), said)
+    else:
+        told = repr(value).encode()
+        said.append(b"%s%d:%s" % (type(value).__name__[:1].encode(), len(told), told))
 
 
 class Load(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgpack
@@ -26,11 +27,13 @@ from volunteer_kit.swarm.wire import WireError, decode, encode
 
 NODE_KEY: Final = 32  # bytes of an Ed25519 public key
 SIGNATURE: Final = 64  # bytes of an Ed25519 signature
+KEYS_KEPT: Final = 4096  # whose peer ids are remembered; about 2 MB
 LONGEST_KEY: Final = 1100  # bytes of an RSA key's DER
 LONGEST_RSA_SIGNATURE: Final = 1024  # bytes; a key of 8192 bits has as many
 LONGEST_CREDENTIAL: Final = LONGEST_KEY + NODE_KEY + LONGEST_RSA_SIGNATURE + 16  # bytes
 
 
+@lru_cache(maxsize=KEYS_KEPT)
 def peer_id_of(key: bytes) -> str:
     """The libp2p peer id, in base58, of a public key in DER.
 
