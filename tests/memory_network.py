@@ -21,7 +21,7 @@ class Stream:
         self.other: Stream
         self.ended = self.saw_end = self.opened = False
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes, more: bool = False) -> None:
         assert len(data) <= 2**20 and not self.ended
         frame = self.hub.tamper(self, data)
         if asyncio.iscoroutine(frame):

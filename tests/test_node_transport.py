@@ -435,6 +435,33 @@ def test_a_side_that_has_ended_still_receives():
     run(story)
 
 
+def test_small_frames_travel_with_what_follows(monkeypatch):
+    """Each write costs headers on the line. A large frame does not wait, and nothing waits behind the end."""
+    written, write = [], asyncio.StreamWriter.write
+
+    def note(writer: asyncio.StreamWriter, data: bytes) -> None:
+        written.append(bytes(data))
+        write(writer, data)
+
+    monkeypatch.setattr(asyncio.StreamWriter, "write", note)
+
+    async def story(nodes: Nodes):
+        a, b = await nodes.node(), await nodes.node()
+        b.transport.answer("echo", echo)
+        frames = [b"first", b"second", b"3" * 100_000, b"fourth", b"fifth", b"sixth"]
+        channel = await a.transport.ask(b.id, "echo", b"", HOLDS)
+        for frame, more in zip(frames, (True, True, True, True, False, True), strict=True):
+            await channel.send(frame, more)
+        before = [*written]
+        await channel.end()
+        mine = [data for data in before if any(frame[:100] in data for frame in frames)]
+        assert [[frame[:5] in data for frame in frames].count(True) for data in mine[:1] + mine[-1:]] == [3, 2]
+        assert not any(b"sixth" in data for data in before)
+        assert await all_of(channel) == [b"", *frames]
+
+    run(story)
+
+
 def test_a_stream_carries_one_request_after_the_other(monkeypatch):
     opened, opens = [], Daemon.open
 

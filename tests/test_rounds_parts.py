@@ -93,7 +93,7 @@ class Pipe:
     def __init__(self, *frames: bytes):
         self.frames = list(frames)
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes, more: bool = False) -> None:
         self.frames.append(data)
 
     async def receive(self, timeout: float) -> bytes:

@@ -23,6 +23,7 @@ MAX_FRAME = 2**20  # bytes
 MAX_HEAD = 2**18  # bytes of a request's head
 MAX_NAME = 64  # bytes of a request's name
 WRITE = 16_384  # bytes; a small message waits behind one such write at most
+MOST_HELD = WRITE // 2  # bytes that wait for more: a write of its own costs some 140 bytes of headers on the line
 STALLED = 60.0  # s in which the other side took nothing
 LINGER = 30.0  # s for the other side to end, once we have
 END, WELCOME = 0xFFFFFFFF, 0xFFFFFFFE
@@ -76,6 +77,7 @@ class Channel:
         self._reader, self._writer, self._line, self._free = reader, writer, line, free
         writer.transport.set_write_buffer_limits(0)  # `drain` then tells when the system's buffers are full
         self._sending = asyncio.Lock()
+        self._held = b""  # frames that wait for more
         self._length: int | None = None  # of the frame that is being received
         self._owed = 0  # received bytes that have not taken their turn
         self._has_ended = self._is_told = False  # this side, and whether the other one can know
@@ -86,17 +88,25 @@ class Channel:
         """Return whether both sides have ended in good order."""
         return self._is_over
 
-    async def send(self, data: bytes | bytearray | memoryview) -> None:
-        """Send one frame, and return when the system has taken it. Raises Closed, and ValueError above MAX_FRAME."""
+    async def send(self, data: bytes | bytearray | memoryview, more: bool = False) -> None:
+        """Send one frame, and return when the system has taken it. Raises Closed, and ValueError above MAX_FRAME.
+
+        :param more: whether another frame or the end follows soon: a small one then waits, to travel with it
+        """
         view = memoryview(data).cast("B")
         if len(view) > MAX_FRAME:
             raise ValueError(f"a frame has {MAX_FRAME} bytes at most, not {len(view)}")
         async with self._sending:
             if self._has_ended:
                 raise Closed("this side has ended")
+            held, self._held = self._held, b""
+            first = WRITE - len(held) - _LENGTH.size
+            begins = b"".join((held, _LENGTH.pack(len(view)), view[:first]))
+            if more and len(begins) <= MOST_HELD:
+                self._held = begins
+                return
             try:
-                first = WRITE - _LENGTH.size
-                await self._write(b"".join((_LENGTH.pack(len(view)), view[:first])))
+                await self._write(begins)
                 for start in range(first, len(view), WRITE):
                     await self._write(view[start : start + WRITE])
             except BaseException as error:  # a frame that was begun cannot be taken back
@@ -132,7 +142,7 @@ class Channel:
                 return
             self._has_ended = True
             try:
-                await self._write(_LENGTH.pack(END))
+                await self._write(self._held + _LENGTH.pack(END))
             except OSError as error:
                 raise Closed(f"{self.peer} has closed the channel") from error
             self._is_told = True

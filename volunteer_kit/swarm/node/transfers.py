@@ -225,7 +225,7 @@ class Transfers:
                 data = await loop.run_in_executor(None, self._answer, digest)
             except KeyError:
                 data = b""
-            await send_blob(channel, data)
+            await send_blob(channel, data, more=True)
         await channel.end()
 
     async def _give_offer(self, peer: str, head: bytes, channel: Channel) -> None:
@@ -242,7 +242,7 @@ class Transfers:
             else:
                 size, root = (state.file.size, state.file.root) if state.file is not None else (0, b"")
                 proof = self._giver.proof_of(state.snapshot)
-                await send_blob(channel, encode(Offer(state.snapshot, proof, size, state.digest, root)))
+                await send_blob(channel, encode(Offer(state.snapshot, proof, size, state.digest, root)), more=True)
             await channel.end()
 
     async def _give_chunks(self, peer: str, head: bytes, channel: Channel) -> None:
@@ -271,7 +271,7 @@ class Transfers:
             return
         async with self._follower(WITNESS, peer) as is_served:
             if is_served:
-                await send_blob(channel, encode(await self._giver.testify(question)))
+                await send_blob(channel, encode(await self._giver.testify(question)), more=True)
                 await channel.end()
 
     @asynccontextmanager

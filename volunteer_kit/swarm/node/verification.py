@@ -630,7 +630,7 @@ class Verification:
             logger.debug("%s asks for what is not here: %s", peer, error)
             channel.close()
             return
-        await send_blob(channel, data)
+        await send_blob(channel, data, more=True)
         await channel.end()
         try:  # its end says that all is there
             while True:

@@ -15,8 +15,11 @@ class Channel(Protocol):
     peer: str
     head: bytes  # of who opened it
 
-    async def send(self, data: bytes) -> None:
-        """Send one frame, at the line's pace."""
+    async def send(self, data: bytes, more: bool = False) -> None:
+        """Send one frame, at the line's pace.
+
+        :param more: whether another frame or the end follows soon
+        """
 
     async def receive(self, timeout: float) -> bytes:
         """The next frame.
@@ -35,21 +38,27 @@ class Garbled(ValueError):
     """A stream holds what nobody sends."""
 
 
-async def send_size(channel: Channel, size: int) -> None:
-    """Announce how many bytes follow."""
-    await channel.send(size.to_bytes(_SIZE, "little"))
+async def send_size(channel: Channel, size: int, more: bool = True) -> None:
+    """Announce how many bytes follow.
+
+    :param more: whether they, or the end, follow soon
+    """
+    await channel.send(size.to_bytes(_SIZE, "little"), more)
 
 
-async def send_blob(channel: Channel, data: bytes, stop: Callable[[], bool] = lambda: False) -> None:
+async def send_blob(
+    channel: Channel, data: bytes, stop: Callable[[], bool] = lambda: False, more: bool = False
+) -> None:
     """Send bytes of any length: their size, then frames.
 
     :param stop: whether no more frames are sent, so that the other side does not take it
+    :param more: whether another frame or the end follows soon
     """
-    await send_size(channel, len(data))
+    await send_size(channel, len(data), more or bool(data))
     for begin in range(0, len(data), FRAME):
         if stop():
             break
-        await channel.send(data[begin : begin + FRAME])
+        await channel.send(data[begin : begin + FRAME], more or begin + FRAME < len(data))
 
 
 async def receive_size(channel: Channel, most: int, timeout: float) -> int:

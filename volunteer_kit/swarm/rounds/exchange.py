@@ -520,7 +520,7 @@ class Exchange:
         end, for the answer may still come over the same stream."""
         try:
             async for _, data in self._encoded(round, shares):
-                await send_blob(channel, data, round.over.is_set)
+                await send_blob(channel, data, round.over.is_set, more=True)
         except _Ended:
             pass
         await channel.end()
@@ -694,9 +694,9 @@ class Exchange:
         head, data = round.reply
         if knows:
             head = head._replace(credential=b"")
-        await channel.send(encode_head(head, round.members))
+        await channel.send(encode_head(head, round.members), more=True)
         if head.answer is not None:
-            await send_blob(channel, data)
+            await send_blob(channel, data, more=True)
         await channel.end()
         # its end says that all is there; a stream that we close may lose what is on its way
         await asyncio.wait_for(_until_closed(channel), CLOSES_WITHIN)
