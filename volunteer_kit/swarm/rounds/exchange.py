@@ -109,7 +109,7 @@ class _Round:
         self.answers: dict[str, Answer] = {}  # by reducer
         self.unanswered: set[str] = set()  # reducers of which no answer will come
         self.coming: dict[str, asyncio.Event] = {}  # by reducer: its answer is here, or never comes
-        self.began = time.monotonic()
+        self.began = self.heard_at = time.monotonic()
         self.over = asyncio.Event()
         self.encoding: set[asyncio.Future[bytes]] = set()  # they read gradients
         self.tasks: set[asyncio.Task[None]] = set()
@@ -120,6 +120,10 @@ class _Round:
         self.reduced = asyncio.Event()
         self.reply: tuple[AnswerHead, bytes] | None = None  # None when `reduced`: the round is forgotten
         self.streams: dict[str, int] = {}  # that each member has opened
+
+    def note(self) -> None:
+        """A part of an answer came."""
+        self.heard_at = time.monotonic()
 
     def arrived(self, reducer: str) -> None:
         """Nothing comes from this reducer any more."""
@@ -292,15 +296,20 @@ class Exchange:
         )
 
     async def await_late(self, fingerprint: bytes, reducers: Iterable[str]) -> None:
-        """Wait for the answers of these reducers as long as they are on their way, and as long again as the exchange
-        has taken so far. To get them from somebody else meanwhile would take our line from them."""
+        """Wait for the answers of these reducers as long as they are on their way: until nothing has come for as long
+        as the exchange has taken so far. To get them from somebody else meanwhile would take our line from them."""
         round = self._rounds.get(fingerprint)
         if round is None:
             return
         coming = [round.coming[each] for each in reducers if each in round.coming and each not in round.silent]
-        patience = max(LEAST_LATE, time.monotonic() - round.began)
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(each.wait() for each in coming)), patience)
+        began = time.monotonic()
+        patience = max(LEAST_LATE, began - round.began)
+        all_came = asyncio.gather(*(each.wait() for each in coming))
+        try:
+            while not all_came.done() and (left := max(began, round.heard_at) + patience - time.monotonic()) > 0:
+                await asyncio.wait({all_came}, timeout=left)
+        finally:
+            all_came.cancel()
 
     def settle(self, fingerprint: bytes, answers: Sequence[Answer]) -> None:
         """An entry of the branch is of this round: what it left out is to come in a later one."""
@@ -538,7 +547,7 @@ class Exchange:
             why = "the signature does not hold"
         if why is not None:
             raise BadAnswer(why)
-        data = await receive_blob(channel, round.layout.most_answer_bytes(cells), round.latest)
+        data = await receive_blob(channel, round.layout.most_answer_bytes(cells), round.latest, lambda _: round.note())
         why = await asyncio.get_running_loop().run_in_executor(self._threads, self._why_no_answer, round, answer, data)
         if why is not None:
             if why == _TOO_LONG:
