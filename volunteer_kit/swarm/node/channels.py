@@ -47,13 +47,13 @@ class ByteCount:
 class Line:
     """All streams of a process share the pace of each direction and the byte counts.
 
-    :param window: of a peer, what sends a heartbeat, and whether it is the peer's own; None: there is none
+    :param window: of a peer, and what sends it a heartbeat; None where there is no control stream
     """
 
     up: PaceKeeper
     down: TimeLine
     count: ByteCount
-    window: Callable[[str], tuple[Window, Callable[[], bool], bool] | None] = lambda peer: None
+    window: Callable[[str], tuple[Window, Callable[[], bool]] | None] = lambda peer: None
 
 
 class Channel:
@@ -182,8 +182,8 @@ class Channel:
     async def _write_in_turn(self, piece: bytes | memoryview) -> None:
         line, writer, transport = self._line, self._writer, self._writer.transport
         if (found := line.window(self.peer)) is not None:
-            window, ping, is_own = found
-            blocked = await window.turn(len(piece), ping) and is_own
+            window, ping = found
+            blocked = await window.turn(len(piece), ping)
         else:
             blocked = False
         await line.up.turn(self.peer, len(piece))
