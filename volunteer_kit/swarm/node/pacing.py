@@ -263,11 +263,6 @@ class PaceKeeper:
         return min(known) * 8 / 1e6 if known else None
 
     @property
-    def is_measured(self) -> bool:
-        """Whether the uplink is known."""
-        return self._estimate is not None
-
-    @property
     def is_busy(self) -> bool:
         """Whether bulk went out lately."""
         return self._wrote_at is not None and self._clock() - self._wrote_at < 2 * SPAN

@@ -297,11 +297,7 @@ class Transport:
         return link
 
     def _window(self, peer: str) -> tuple[Window, Callable[[], bool]] | None:
-        """The window of bulk to this peer. Where it has no control stream, that of one that has, until the uplink is
-        measured: all of them share it, and the heartbeats to a leader would wait for seconds behind a round's parts."""
         link = self._links.get(peer)
-        if (link is None or not link.is_open) and not self._line.up.is_measured:
-            link = next((each for each in self._links.values() if each.is_open), None)
         return (link.window, link.ping) if link is not None and link.is_open else None
 
     def _deliver(self, peer: str, data: bytes) -> None:
