@@ -219,19 +219,17 @@ class Path:
     """The way to one peer, which answers a heartbeat when all that was written before has arrived.
 
     :param rate: bytes/s
-    :param line: that it shares with others
     """
 
-    def __init__(self, flight: Flight, rate: float, round_trip: float = 0.04, line: Path | None = None):
+    def __init__(self, flight: Flight, rate: float, round_trip: float = 0.04):
         self.window, self.rate, self.round_trip = Window(flight), rate, round_trip
-        self._line = line or self
         self.loop = asyncio.get_running_loop()
         self.has_stream, self.sent, self.longest = True, 0, 0.0  # longest: s that a heartbeat waited behind bulk
         self._free_at = 0.0
 
     def ping(self) -> bool:
         if self.has_stream:
-            sent_at, queue = self.loop.time(), max(0.0, self._line._free_at - self.loop.time())
+            sent_at, queue = self.loop.time(), max(0.0, self._free_at - self.loop.time())
             self.longest = max(self.longest, queue)
             self.window.mark(sent_at)
             self.loop.call_later(self.round_trip + queue, self.window.passed, sent_at, queue)
@@ -241,7 +239,7 @@ class Path:
         end = self.loop.time() + seconds
         while self.loop.time() < end:
             await self.window.turn(WRITE, self.ping)
-            self._line._free_at = max(self._line._free_at, self.loop.time()) + WRITE / self.rate
+            self._free_at = max(self._free_at, self.loop.time()) + WRITE / self.rate
             self.sent += WRITE
             await asyncio.sleep(2e-5)
 
@@ -276,28 +274,6 @@ def test_many_paths_together_hold_no_more_than_one_slow_line_carries_in_seconds(
         assert 0 < flight.bytes <= LEAST_WINDOW + WRITE
         for task in writing:
             task.cancel()
-
-    run(story)
-
-
-def test_heartbeats_from_before_the_bulk_open_no_line():
-    """Those to seven peers came back at once when a round began. Each doubled what may be on the way, and the next
-    heartbeats waited for seven seconds."""
-
-    async def story():
-        flight = Flight()
-        first = Path(flight, 3.5 * MBIT)
-        paths = [first, *(Path(flight, first.rate, line=first) for _ in range(6))]
-        for path in paths:
-            path.ping()
-        for _ in range(3):
-            writing = [asyncio.create_task(path.write_for(12)) for path in paths]
-            await asyncio.gather(*writing)
-            await asyncio.sleep(10)
-            for path in paths:
-                path.ping()
-        assert max(path.longest for path in paths) < 2.0
-        assert sum(path.sent for path in paths) / 36 == pytest.approx(first.rate, rel=0.1)
 
     run(story)
 

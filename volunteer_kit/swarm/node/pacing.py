@@ -73,44 +73,19 @@ class TimeLine:
             await self._sleep(wait)
 
 
-class Growth:
-    """A number of bytes that grows while heartbeats behind them come back without delay. A heartbeat that was sent
-    before the last time says nothing: those to many peers are on the way at once, and each would double it."""
-
-    def __init__(self, most: int) -> None:
-        self.size = LEAST_WINDOW
-        self._most = most
-        self._last = self._before = float("-inf")  # s: of the last heartbeat, and of the last one before it grew
-
-    def mark(self, sent_at: float) -> None:
-        """A heartbeat was sent."""
-        self._last = max(self._last, sent_at)
-
-    def grow(self, sent_at: float, behind: int) -> bool:
-        """A heartbeat came back without delay, from behind so many bytes. :returns: whether it counts"""
-        if sent_at <= self._before or 2 * behind < self.size:
-            return False
-        self.size, self._before = min(self._most, 2 * self.size), self._last
-        return True
-
-    def shrink(self) -> None:
-        """It came late."""
-        self.size = max(LEAST_WINDOW, self.size // 2)
-
-
 class Flight:
     """The bytes that may be on the way to all peers together. They start at two seconds of a slow line and grow. How
     much of it a line can use is measured meanwhile, and the pace does the rest."""
 
     def __init__(self) -> None:
-        self.growth = Growth(8 * MOST_WINDOW)
+        self.size = LEAST_WINDOW
         self.bytes = 0
         self.was_full = False
         self.room = asyncio.Event()  # something has arrived
 
     @property
     def is_full(self) -> bool:
-        return self.bytes >= self.growth.size
+        return self.bytes >= self.size
 
 
 class Window:
@@ -123,12 +98,11 @@ class Window:
 
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
-        self._growth = Growth(MOST_WINDOW)
+        self._size = LEAST_WINDOW
         self._was_full = False
         self._sent = self._marked = self._passed = 0  # bytes: written, before the last heartbeat, before an answer
         self._counted = 0  # bytes of ours in the flight
-        # of heartbeats: when it was sent, our bytes by then, and what was on the way, of ours and of all
-        self._marks: deque[tuple[float, int, int, int]] = deque()
+        self._marks: deque[tuple[float, int]] = deque()
 
     @property
     def unanswered_since(self) -> float | None:
@@ -147,13 +121,13 @@ class Window:
                 break
             has_waited = True
             self._was_full |= is_full
-            flight.was_full |= flight.is_full or self._growth.size > flight.growth.size // 2
+            flight.was_full |= flight.is_full or self._size > flight.size // 2
             flight.room.clear()
             await flight.room.wait()
         self._sent += num_bytes
         self._counted += num_bytes
         flight.bytes += num_bytes
-        if self._sent - self._marked >= self._growth.size // 2:
+        if self._sent - self._marked >= self._size // 2:
             self._marked = self._sent
             ping()
         return has_waited
@@ -161,7 +135,7 @@ class Window:
     @property
     def _is_full(self) -> bool:
         """Nobody fills more than half of the flight: a peer that has died leaves room for the others."""
-        return self._sent - self._passed >= min(self._growth.size, self._flight.growth.size // 2)
+        return self._sent - self._passed >= min(self._size, self._flight.size // 2)
 
     def write_off(self, now: float) -> None:
         """To be called several times a second: the flight does not wait for a peer that does not answer."""
@@ -173,22 +147,19 @@ class Window:
     def mark(self, sent_at: float) -> None:
         """A heartbeat was sent."""
         self._marked = self._sent
-        self._marks.append((sent_at, self._sent, self._sent - self._passed, self._flight.bytes))
-        self._growth.mark(sent_at)
-        self._flight.growth.mark(sent_at)
+        self._marks.append((sent_at, self._sent))
 
     def passed(self, sent_at: float, delay: float) -> None:
         """It was answered. :param delay: s longer than usual"""
-        behind = behind_all = 0
         while self._marks and self._marks[0][0] <= sent_at:
-            _, before, behind, behind_all = self._marks.popleft()
-            self._pass(before)
+            self._pass(self._marks.popleft()[1])
         if delay > 2 * QUEUED:
-            self._growth.shrink()
+            self._size = max(LEAST_WINDOW, self._size // 2)
         elif delay < QUEUED:
             if self._was_full:
-                self._growth.grow(sent_at, behind)
-            if self._flight.was_full and self._flight.growth.grow(sent_at, behind_all):
+                self._size = min(MOST_WINDOW, 2 * self._size)
+            if self._flight.was_full:
+                self._flight.size = min(8 * MOST_WINDOW, 2 * self._flight.size)
                 self._flight.was_full = False
         self._was_full = False
         self._flight.room.set()
