@@ -26,7 +26,7 @@ from volunteer_kit.swarm.sync.branches import (
     opener,
     opening_members,
 )
-from volunteer_kit.swarm.sync.certificates import FEW_VOTERS, Certificate, Goodbye, Membership
+from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye, Membership
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.contacts import Contacts
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Cause, Ledger, Slice
@@ -759,11 +759,9 @@ class SyncCore:
                 self._send(member.peer, Begin(plan))
 
     def _slice_bandwidth(self, member: Member, report: Report) -> float:
-        """Mbit/s; 0: it is new, or has lost slices, and reduces none for a while. Where hardly anybody is not new, the
-        line of a founder would carry the answers of all."""
-        view = self._membership().view
-        trusted = member.peer in view or len(view) < FEW_VOTERS
-        return report.bandwidth if trusted and self._now >= self._contacts[member.peer].no_slices_until else 0.0
+        """Mbit/s; 0: it is new, or has lost slices, and reduces none for a while."""
+        trusted = member.peer in self._membership().view and self._now >= self._contacts[member.peer].no_slices_until
+        return report.bandwidth if trusted else 0.0
 
     def _deadlines(self, reports: Sequence[Report]) -> tuple[float, float]:
         """s for a round's exchange and for its votes: what most members have learned."""
