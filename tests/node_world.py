@@ -167,7 +167,7 @@ class World:
         return held, let_go
 
     async def quiet(self, *peers: Peer) -> None:
-        """Nobody computes any more; wait until all that can count is counted, and these or all are at one head."""
+        """Stop all devices; wait until all that can count is counted, and these or all are at one head."""
         for peer in self.alive:
             peer.trains = False
         peers = peers or tuple(self.alive)
@@ -346,7 +346,7 @@ class Peer:
         self.world.met()
 
     def kill(self) -> None:
-        """Nothing runs any more, and nothing is said. What threads have in hand still comes to the disk."""
+        """End the process: it runs and says nothing any more. Its threads still write what they hold to the disk."""
         if self.runs:
             self.runs = False
             self.world.hub.kill(self.id)
@@ -551,7 +551,7 @@ def read_state(path: Path) -> tuple[str, int, torch.Tensor] | None:
 
 
 class _Errors(logging.Handler):
-    """What the node logs as an error is a fault."""
+    """Take each error that the node logs for a fault."""
 
     def __init__(self, world: World):
         super().__init__(logging.ERROR)

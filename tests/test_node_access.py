@@ -1,4 +1,4 @@
-"""Who is admitted to a node: by an access token of its own, while it holds, under the account that it proves."""
+"""A node admits a peer by an access token of the peer's own, while it holds, under the account that it proves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who begins a run, and what a node is told of the others."""
+"""Discovery decides which peer begins a run, and tells a node of the others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def peer_of(signed: RSASignatureValidator) -> PeerID:
 
 
 class Board:
-    """What all peers have written, by subkey."""
+    """The records that all peers have written, by subkey."""
 
     def __init__(self):
         self.records: dict[bytes, object] = {}
@@ -118,7 +118,7 @@ class Dht:
 
 
 class Link:
-    """What the node is told, and what it says of itself."""
+    """The messages to the node, and its own progress."""
 
     def __init__(self):
         self.told: list = []
@@ -136,7 +136,7 @@ class Link:
 
 @pytest.fixture
 def board(monkeypatch):
-    """Nobody waits for long."""
+    """The discovery's pauses are short."""
     monkeypatch.setattr(discovery, "LOOK_EVERY", 0.005)
     monkeypatch.setattr(discovery, "RENEWED_EVERY", 0.02)
     monkeypatch.setattr(discovery, "LOOK_LATER", 0.02)

@@ -20,7 +20,7 @@ ALL = (1 << CELLS) - 1
 
 
 class Core:
-    """What the gradients look at: a ledger, and the log of a run that stands at its beginning."""
+    """A ledger, and the log of a run that stands at its beginning, for the gradients to look at."""
 
     def __init__(self, record=None):
         self.ledger = Ledger(CELLS, record, LARGEST)

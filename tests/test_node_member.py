@@ -211,7 +211,7 @@ def peer(make) -> Scene:
 
 
 def reference(steps: int, gradients=None) -> torch.Tensor:
-    """What a plain optimizer makes of the same gradients."""
+    """The parameters that a plain optimizer makes of the same gradients."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = Lamb(model.parameters(), lr=0.1)

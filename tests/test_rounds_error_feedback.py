@@ -1,4 +1,4 @@
-"""What a round leaves out comes later: once, for the cells that entered, and also after a restart."""
+"""A residual comes later: once, for the cells that entered, and also after a restart."""
 
 from __future__ import annotations
 

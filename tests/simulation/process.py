@@ -643,7 +643,7 @@ class Process:
             self.handle(Sketched(self.lineage, 100 + self.parameters % 1000 / 10 + by))
 
     def snapshot(self, fork: bytes) -> tuple[Snapshot, State] | None:
-        """What it serves to others: its last state on the grid, or its head if no steps lead from there to it or it is
+        """The state that it serves: its last one on the grid, or its head if no steps lead from there to it or it is
         not behind the fork; None: nothing, or witnesses contradict it.
         """
         disk = self.disk
