@@ -4,7 +4,7 @@
     python benchmarks/simulate.py --stored benchmarks/results/simulate_measured.json      from measurements made before
     python benchmarks/simulate.py --stored FILE --peers 200 --clients 0.8 --up 5 --codec sparse --target 65536
 
-The model. Of n members, with lines U_i up and D_i down, devices of s_i samples/s, and vectors of V values in 16 cells:
+The model. n members have lines U_i up and D_i down, devices of s_i samples/s, and vectors of V values in 16 cells:
 
     epoch    = target_batch_size / sum of s_i
     round    = meeting + max(exchange, late) + work       from an epoch's end to the step

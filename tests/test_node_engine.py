@@ -515,7 +515,6 @@ def test_two_branches_of_several_members_meet(tmp_path, kept, cause):
         await world.all_at(fork + 3, *few)  # once they have been alone for long enough
         gone = few[0].head.lineage
         assert gone not in many[0].engine.core.log
-        assert kept == 8 or max(peer.epoch for peer in peers) < 64, "the next state on the grid"
         world.hub.cut([])
         world.met()
         await world.until(lambda: len({peer.head.lineage for peer in peers}) == 1)

@@ -70,7 +70,7 @@ class SwarmConfig(BaseModel):
     grad_density: float = Field(1 / 80, gt=0, le=1)
     # Rank of the matrices that `powersgd` sends. 1 to 4 are common; a higher rank is more exact and more to send.
     grad_rank: int = Field(4, ge=1, le=1024)
-    # Epochs that a gradient may be late and still count. What is late goes into a later step, with less weight. Raise
+    # Epochs that a gradient may be late and still count. A late one goes into a later step, with less weight. Raise
     # it for peers that need several epochs for one microbatch.
     max_staleness: int = Field(4, ge=1, le=16)
     # Steps of each peer between two rounds. Without this section each epoch is one step, with the gradients of all.

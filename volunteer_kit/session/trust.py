@@ -30,7 +30,7 @@ def judge_of_states(session: Session) -> Judge:
 
 
 def judge_by(bound: StepBound | None, loss: PublicLoss | None) -> Judge:
-    """For a newcomer among nodes. Nobody signs states there, so what it stands on is the run's seed, or its own
+    """For a newcomer among nodes. No peer signs states there, so it stands on the run's seed, or its own
     checkpoint."""
 
     def judge(ground: Tensors, ground_epoch: int, newer: Tensors, epoch: int) -> str | None:

@@ -43,7 +43,7 @@ ROUNDING = 1e-6  # of a sample
 
 
 class Place(NamedTuple):
-    """Of a round: the epoch that it led to, its name, the lineages before and after it, and when it was over."""
+    """A round: the epoch that it led to, its name, the lineages before and after it, and when it was over."""
 
     epoch: int
     round: bytes
@@ -217,7 +217,7 @@ class CreditLedger:
         return int(epochs)
 
     def last_epoch(self) -> int | None:
-        """Of the step that was entered last; None: there is none."""
+        """The epoch of the step that was entered last; None: there is none."""
         found = self._ask("SELECT epoch FROM steps ORDER BY time DESC, epoch DESC LIMIT 1")
         return found[0][0] if found else None
 

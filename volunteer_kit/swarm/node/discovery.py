@@ -1,7 +1,7 @@
 """Find the other peers of a run, and decide which peer begins it.
 
 Each peer writes a short signed record into the DHT: whether it can be called, and at which epoch it is. A peer without
-parameters joins those that have some. Where nobody has any, the public peers that wait take turns, in the order of
+parameters joins those that have some. If no peer has any, the public peers that wait take turns, in the order of
 their ids, and the first one begins. It says so in its record at once, since its node may take seconds to begin. Two
 peers that begin at the same moment cost nothing but a snapshot: of two beginnings the one with more samples wins
 (`Head.beats`).

@@ -72,7 +72,7 @@ class Hello:
     :param incarnation: drawn anew by each process
     :param number: of this stream, of those that the sender has opened to this peer; 0 in the answer
     :param known: the other side's incarnation, as far as the sender has met it
-    :param seen: the highest number of its streams. Who opens has no stream: all up to this one are dead
+    :param seen: the highest number of its streams. A peer that opens one has none: all up to this one are dead
     :param token: the sender's, by which it is admitted; empty in an open run
     """
 
@@ -116,7 +116,7 @@ class ControlStream:
         return self._writer.transport.get_write_buffer_size() < ROOM
 
     def write(self, kind: Kind, data: bytes) -> None:
-        """Hand a whole frame to the system. What is written to a stream that has ended is lost."""
+        """Hand a whole frame to the system. A stream that has ended loses it."""
         if self._writer.transport.is_closing():
             return
         self._writer.write(_FRAME.pack(len(data), kind) + data)

@@ -89,7 +89,7 @@ class Flight:
 
 
 class Window:
-    """What may be on the way to one peer. It grows while heartbeats behind it come back without delay.
+    """The bytes that may be on the way to one peer. They grow while heartbeats behind them come back without delay.
 
     A heartbeat is known by the time at which it was sent. Without a stream for heartbeats there is no limit.
 
@@ -134,7 +134,7 @@ class Window:
 
     @property
     def _is_full(self) -> bool:
-        """Nobody fills more than half of the flight: a peer that has died leaves room for the others."""
+        """A peer fills half of the flight at most: one that has died leaves room for the others."""
         return self._sent - self._passed >= min(self._size, self._flight.size // 2)
 
     def write_off(self, now: float) -> None:
@@ -180,7 +180,7 @@ class Window:
 
 @dataclass
 class _Receiver:
-    """What is known of the way to one peer.
+    """The way to one peer, as far as it is known.
 
     :ivar full: when its buffers were full, all bytes that were written by then, and the s in which nothing was
     """

@@ -185,7 +185,7 @@ class _Digester:
         return tuple((str(each[1]), self.digest(each), each) for each in dict.fromkeys(statements))
 
     def of_item(self, item: LogItem) -> tuple[Digested, ...]:
-        """Of an item."""
+        """The statements of an item, each with its digest."""
         known = self._items.get(id(item))
         return known[1] if known is not None else self.of(item_statements(item))
 
@@ -369,7 +369,7 @@ class Signatures:
         ]
 
     def _check_more(self, message: Message, leavers: tuple[Leaver, ...]) -> None:
-        """What is proven by more than a signature: verdicts, and that somebody is gone.
+        """Words that are proven by more than a signature: verdicts, and that somebody is gone.
 
         A quorum has judged both in entries that are certified.
         """
@@ -442,7 +442,7 @@ class Signatures:
     # --- orders ---
 
     def order_digest(self, order: RollbackOrder) -> bytes:
-        """What the monitor signs, as kind "order", in an order."""
+        """The fields that the monitor signs, as kind "order", in an order."""
         return self._digester.digest(order_of(order))
 
     def sign_order(self, order: RollbackOrder, signer: Signer) -> bytes:
