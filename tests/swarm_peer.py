@@ -117,17 +117,25 @@ def run(settings: dict, orders: Orders, scratch: Path) -> None:
     say("left")
 
 
+def watch_line(optimizer: NodeOptimizer, end: threading.Event) -> None:
+    """Say so when the peer is cut off and when it is back; step() may wait meanwhile."""
+    before = None
+    while not end.wait(0.2):
+        why = optimizer.cut_off
+        if why != before:
+            say("cut_off" if why else "back", why=why, epoch=optimizer.local_epoch)
+        before = why
+
+
 def train(model, truth, optimizer: NodeOptimizer, settings: dict, orders: Orders) -> None:
     generator = torch.Generator().manual_seed(settings.get("seed", 0))
     pause = threading.Event()
-    made, cut_off, known, counts = 0, None, [], RoundCounts()
+    made, known, counts = 0, [], RoundCounts()
+    threading.Thread(target=watch_line, args=(optimizer, orders.leave), daemon=True).start()
     while not orders.are_done(optimizer):
         if optimizer.reach.known_peers() != known:
             known = optimizer.reach.known_peers()
             say("known", maddrs=known)
-        if optimizer.cut_off != cut_off:
-            cut_off = optimizer.cut_off
-            say("cut_off" if cut_off else "back", why=cut_off, epoch=optimizer.local_epoch)
         x = torch.randn(BATCH, DIM_IN, generator=generator)  # (B, in)
         loss = (model(x) - x @ truth).pow(2).mean()
         optimizer.zero_grad()

@@ -137,7 +137,7 @@ class Scene:
             slots=self.slots,
             layout=Halves(),
             decode=decode,
-            reach=SimpleNamespace(cut_off=None, cut_off_for=0.0, close=lambda: None),
+            reach=SimpleNamespace(cut_off=None, cut_off_for=0.0, waits_for_itself=False, close=lambda: None),
         )
         self.member = self.new_member()
 
@@ -673,6 +673,16 @@ def test_who_has_lost_the_quorum_is_told(peer):
     peer.link.say(Told("drifted", "x"), *[Progress("exchanging", 0, 0, 0, 3, False, 0.0, 0, 0)] * 2)
     assert rounds.get(timeout=PATIENCE) == 3 and told == [("drifted", "x")]
     assert peer.member.cut_off is None and peer.member.cut_off_for == 0.0
+
+
+def test_a_peer_that_decides_alone_is_cut_off_by_a_wrong_clock_only(peer):
+    peer.member.reach.cut_off, peer.member.reach.cut_off_for = "Nobody answers", 30.0
+    assert peer.member.cut_off == "Nobody answers" and peer.member.cut_off_for == 30.0
+    peer.link.say(Progress("counting", 0, 0, 0, 1, False, 0.5, 0, 0, decides_alone=True))
+    peer.heard()
+    assert peer.member.cut_off is None and peer.member.cut_off_for == 0.0
+    peer.member.reach.waits_for_itself = True
+    assert peer.member.cut_off == "Nobody answers" and peer.member.cut_off_for == 30.0
 
 
 def test_a_half_precision_model_has_parameters_of_float32_beside_it(make):

@@ -39,6 +39,10 @@ def newest(peer: LocalPeer) -> int:
     return max(event["epoch"] for event in epochs(peer))
 
 
+def peer_id(peer: LocalPeer) -> str:
+    return peer.wait_event("connected")["peer_id"]
+
+
 def wait_until_equal(swarm, peers: list[LocalPeer]) -> None:
     ends = swarm.finish(*peers)
     assert len({(end["epoch"], end["digest"]) for end in ends}) == 1, "\n\n".join(peer.story() for peer in peers)
@@ -100,14 +104,29 @@ def test_when_the_first_peer_dies_the_others_go_on_and_a_newcomer_finds_them(tmp
 def test_when_nobody_is_left_to_be_asked_it_is_told_and_nothing_is_counted(tmp_path):
     """The only peer it knows is gone: whether the swarm is over or its line is dead, it cannot know."""
     with local_swarm(tmp_path) as swarm:
-        first, second = (swarm.add(sync={"alone_after": 600.0}) for _ in range(2))
-        for peer in (first, second):
+        peers = [swarm.add(sync={"alone_after": 600.0}) for _ in range(2)]
+        for peer in peers:
             peer.wait_epoch(1, group_size=2)
-        first.kill()
-        cut = second.wait_for(lambda e: e["event"] == "cut_off" and "Nobody" in e["why"])
-        told = second.events.index(cut)
+        gone, left = sorted(peers, key=peer_id)  # of two, the one with the smaller id may decide alone
+        gone.kill()
+        cut = left.wait_event("cut_off")
+        assert "Nobody" in cut["why"] or "More than half" in cut["why"]  # the one that began may know that it is gone
+        told = left.events.index(cut)
         with pytest.raises(AssertionError, match="nothing within"):
-            second.wait_for(lambda e: e in second.events[told:] and e.get("samples"), timeout=8)
+            left.wait_for(lambda e: e in left.events[told:] and e.get("samples"), timeout=8)
+
+
+@pytest.mark.slow
+def test_of_two_the_one_that_may_decide_alone_goes_on_and_is_not_cut_off(tmp_path):
+    with local_swarm(tmp_path) as swarm:
+        peers = [swarm.add(sync={"alone_after": 600.0}) for _ in range(2)]
+        for peer in peers:
+            peer.wait_epoch(1, group_size=2)
+        left, gone = sorted(peers, key=peer_id)
+        gone.kill()
+        began = newest(left)
+        left.wait_for(lambda e: e["event"] == "epoch" and e["epoch"] > began + 8 and e["group_size"] == 1)
+        assert not any(e["event"] == "cut_off" and e["epoch"] > began + 2 for e in left.events), left.story()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -215,13 +216,20 @@ def test_addresses_may_be_one_string():
 
 
 def wait_for(path: Path, pattern: str, process: subprocess.Popen, timeout: float) -> re.Match:
+    wait_until(lambda: re.search(pattern, path.read_text()), process, path, timeout)
+    return re.search(pattern, path.read_text())
+
+
+def wait_until(happens: Callable[[], object], process: subprocess.Popen, output: Path, timeout: float = 240.0) -> None:
     deadline = time.monotonic() + timeout
-    while True:
-        text = path.read_text()
-        if found := re.search(pattern, text):
-            return found
-        assert process.poll() is None and time.monotonic() < deadline, text
+    while not happens():
+        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
         time.sleep(0.2)
+
+
+def last_number(pattern: str, output: Path) -> int:
+    """0: none yet."""
+    return int((re.findall(pattern, output.read_text()) or ["0"])[-1].replace(",", ""))
 
 
 @pytest.fixture
@@ -272,15 +280,15 @@ def test_joining_training_and_leaving_in_good_order(tmp_path, start, small_run):
     assert worker.wait(timeout=120) == 0
     text = output.read_text()
     assert "Leaving" in text and "You have left" in text and "Traceback" not in text
-    counted = int(re.search(r"([\d,]+) samples of yours", text)[1].replace(",", ""))
+    counted = last_number(r"([\d,]+) samples of yours", output)
     gone, alive = psutil.wait_procs(family, timeout=120)
     assert counted > 0 and not alive
     # a second stay goes on with the same totals
     again, output = start("again", *common)
-    wait_for(output, COUNTED, again, 240)
+    wait_until(lambda: last_number(r"your samples ([\d,]+)", output) > counted, again, output)
     again.send_signal(signal.SIGINT)
     assert again.wait(timeout=120) == 0
-    assert int(re.search(r"([\d,]+) samples of yours", output.read_text())[1].replace(",", "")) > counted
+    assert last_number(r"([\d,]+) samples of yours", output) > counted
     host.send_signal(signal.SIGTERM)
     assert host.wait(timeout=120) == 0
 

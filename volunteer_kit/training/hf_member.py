@@ -387,7 +387,7 @@ class Member:
         if _kind(cut_off) != _kind(before):
             patience = None if self._side.reach.waits_for_itself else self.config.options.alone_after
             alone = f" After {patience:g} s of silence this one goes on alone." if patience else ""
-            say(f"{cut_off}{alone}" if cut_off else "Others answer again, or are known to be gone.")
+            say(f"{cut_off}{alone}" if cut_off else "Steps are committed here again.")
 
     def _keep_record(self) -> None:
         while not self._closing.is_set():

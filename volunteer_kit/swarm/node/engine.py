@@ -833,6 +833,7 @@ class Engine:
             core.epoch_seconds,
             len(computing),
             computing.index(self.me.peer) if self.me.peer in computing else 0,
+            core.decides_alone,
         )
 
 

@@ -346,18 +346,23 @@ class NodeOptimizer:
 
     @property
     def cut_off(self) -> str | None:
-        """Why no step can be committed here for now, in words."""
-        progress = self._progress
+        """Why no step can be committed here for now, in words. The last of two peers may decide by itself: it commits
+        steps though nobody answers, and is not cut off."""
+        reach, progress = self.reach, self._progress
+        if reach.cut_off and (reach.waits_for_itself or progress is None or not progress.decides_alone):
+            return reach.cut_off
         is_alone = progress is not None and progress.is_alone and progress.alone_for > ALONE_AFTER
-        return self.reach.cut_off or (ALONE if is_alone else None)
+        return ALONE if is_alone else None
 
     @property
     def cut_off_for(self) -> float:
         """s; 0 unless cut off."""
-        if self.reach.cut_off:
+        why, progress = self.cut_off, self._progress
+        if why is None:
+            return 0.0
+        if why is not ALONE:
             return self.reach.cut_off_for
-        progress = self._progress
-        return progress.alone_for if progress is not None and self.cut_off else 0.0
+        return progress.alone_for if progress is not None else 0.0
 
     def progress(self) -> SwarmProgress:
         """Return the progress of the current epoch."""

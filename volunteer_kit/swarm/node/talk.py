@@ -368,6 +368,7 @@ class Progress:
     epoch_seconds: float = 0.0  # that an epoch takes; 0: not known
     computing: int = 1  # in touch without observers, this one included
     place: int = 0  # of this peer among them, by name
+    decides_alone: bool = False  # this peer is a quorum by itself
 
 
 @dataclass(frozen=True)

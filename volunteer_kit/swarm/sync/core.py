@@ -249,6 +249,11 @@ class SyncCore:
         return self._now - self._quorum_at
 
     @property
+    def decides_alone(self) -> bool:
+        """Whether this peer is a quorum by itself, so that it lacks nobody's vote."""
+        return self.log is not None and is_quorum(self._electorate(), {self.me.peer}, self._left())
+
+    @property
     def epoch_seconds(self) -> float:
         """How long an epoch takes, as this peer saw it."""
         return median(self._epochs) if self._epochs else self.config.epoch_deadline
@@ -1593,8 +1598,8 @@ class SyncCore:
         for peer, contact in self._contacts:
             if contact.member.public or self.me.public:
                 self._send(peer, self._report())
-        if not self._is_alone(0.0) or is_quorum(self._electorate(), {self.me.peer}, self._left()):
-            return  # who decides by itself lacks nobody's vote, and waits for samples
+        if not self._is_alone(0.0) or self.decides_alone:
+            return  # it waits for samples
         attempt = self._slot.opening
         if attempt is not None and self._now - attempt.asked < self.config.isolated_after:
             return
