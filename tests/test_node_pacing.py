@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -171,6 +172,22 @@ def test_a_first_receiver_that_is_slow_is_not_taken_for_the_line_for_ever():
     run(story)
 
 
+def test_what_one_receiver_took_holds_up_no_others():
+    """In a run's first round all send to its founder, whose line is then measured seven times."""
+
+    async def story():
+        line = Line(20 * MBIT)
+        line.slow["a"] = 2 * MBIT
+        await line.write_for(20)
+        assert line.mbps < 3
+        assert await line.write_for(5, "b", "c", "d") > 0.7 * line.rate
+        assert line.mbps > 15
+        await line.write_for(20)
+        assert line.mbps > 15, "others took more together"
+
+    run(story)
+
+
 @pytest.mark.parametrize("shows_queue", [True, False])
 def test_a_line_that_got_worse_is_believed_and_one_that_got_better_is_found_out(shows_queue):
     async def story():
@@ -219,29 +236,41 @@ class Path:
     """The way to one peer, which answers a heartbeat when all that was written before has arrived.
 
     :param rate: bytes/s
+    :param line: that it shares with others
     """
 
-    def __init__(self, flight: Flight, rate: float, round_trip: float = 0.04):
+    def __init__(self, flight: Flight, rate: float, round_trip: float = 0.04, line: Path | None = None):
         self.window, self.rate, self.round_trip = Window(flight), rate, round_trip
+        self._line = line or self
         self.loop = asyncio.get_running_loop()
         self.has_stream, self.sent, self.longest = True, 0, 0.0  # longest: s that a heartbeat waited behind bulk
         self._free_at = 0.0
 
     def ping(self) -> bool:
         if self.has_stream:
-            sent_at, queue = self.loop.time(), max(0.0, self._free_at - self.loop.time())
+            sent_at, queue = self.loop.time(), max(0.0, self._line._free_at - self.loop.time())
             self.longest = max(self.longest, queue)
             self.window.mark(sent_at)
             self.loop.call_later(self.round_trip + queue, self.window.passed, sent_at, queue)
         return self.has_stream
 
-    async def write_for(self, seconds: float) -> None:
+    async def write_for(self, seconds: float, urgency: int = 0) -> None:
         end = self.loop.time() + seconds
         while self.loop.time() < end:
-            await self.window.turn(WRITE, self.ping)
-            self._free_at = max(self._free_at, self.loop.time()) + WRITE / self.rate
-            self.sent += WRITE
-            await asyncio.sleep(2e-5)
+            async with self.window.turn(WRITE, self.ping, urgency):
+                self._line._free_at = max(self._line._free_at, self.loop.time()) + WRITE / self.rate
+                self.sent += WRITE
+                await asyncio.sleep(2e-5)
+
+
+async def tick(*paths: Path) -> None:
+    """As the links do."""
+    while True:
+        await asyncio.sleep(0.25)
+        for path in paths:
+            path.window.write_off(path.loop.time())
+            if path.window.unanswered_since is None:
+                path.ping()
 
 
 def test_a_slow_path_holds_no_more_than_the_least_window():
@@ -278,13 +307,58 @@ def test_many_paths_together_hold_no_more_than_one_slow_line_carries_in_seconds(
     run(story)
 
 
+def test_heartbeats_from_before_the_bulk_open_no_line():
+    """Those to seven peers came back at once when a round began. Each doubled what may be on the way, and the next
+    heartbeats waited for seven seconds."""
+
+    async def story():
+        flight = Flight()
+        first = Path(flight, 3.5 * MBIT)
+        paths = [first, *(Path(flight, first.rate, line=first) for _ in range(6))]
+        for path in paths:
+            path.ping()
+        for _ in range(3):
+            writing = [asyncio.create_task(path.write_for(12)) for path in paths]
+            await asyncio.gather(*writing)
+            await asyncio.sleep(10)
+            for path in paths:
+                path.ping()
+        assert max(path.longest for path in paths) < 2.0
+        assert sum(path.sent for path in paths) / 36 == pytest.approx(first.rate, rel=0.1)
+
+    run(story)
+
+
+def test_what_is_urgent_goes_out_first_and_what_its_receiver_holds_up_holds_up_nothing():
+    async def story():
+        flight = Flight()
+        first = Path(flight, 4 * MBIT)
+        other, *urgent = (Path(flight, first.rate, line=first) for _ in range(4))
+        stuck = Path(flight, 0.01 * MBIT)
+        tasks = [asyncio.create_task(other.write_for(40, 1)), asyncio.create_task(tick(other, *urgent, stuck))]
+        await asyncio.sleep(10)
+        before = other.sent
+        await asyncio.gather(*(path.write_for(10) for path in urgent))
+        sent = sum(path.sent for path in urgent)
+        assert sent / 10 > 0.8 * first.rate and other.sent - before < 0.4 * sent
+        before = other.sent
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stuck.write_for(20), 20)  # it waits for its own receiver
+        assert (other.sent - before) / 20 > 0.6 * first.rate
+        for task in tasks:
+            task.cancel()
+
+    run(story)
+
+
 def test_a_path_without_heartbeats_has_no_window_and_a_new_stream_begins_a_new_one():
     async def story():
         flight = Flight()
         path = Path(flight, 1 * MBIT)
         path.has_stream = False
         for _ in range(2 * MOST_WINDOW // WRITE):
-            assert not await path.window.turn(WRITE, path.ping)
+            async with path.window.turn(WRITE, path.ping) as has_waited:
+                assert not has_waited
         path.window.reset()
         assert flight.bytes == 0
         path.has_stream = True

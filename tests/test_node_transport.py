@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from volunteer_kit.addressing import loopback_maddr
 from volunteer_kit.swarm.net.streams import StreamBounds
 from volunteer_kit.swarm.node.daemon import Daemon
 from volunteer_kit.swarm.node.deflate import Deflater, most_deflated
+from volunteer_kit.swarm.node.links import Link
 from volunteer_kit.swarm.node.transport import MAX_FRAME, MAX_MESSAGE, Channel, Closed, Ended, Transport, protocol
 
 BOUNDS = StreamBounds(first_message_within=600, per_peer=6, silent=4, total=12)
@@ -491,6 +493,35 @@ def test_a_stream_carries_one_request_after_the_other(monkeypatch):
         broken.close()
         a.transport.forget(b.id)
         assert await exchange(a, b, b"z") == [b"z", b"more"] and len(opened) == 3
+
+    run(story)
+
+
+def test_bulk_opens_a_control_stream_to_be_paced_by_and_a_small_request_none():
+    async def story(nodes: Nodes):
+        a, b = await nodes.node(), await nodes.node()
+        b.transport.answer("echo", echo)
+        for size, connected in [(1_000, set()), (300_000, {b.id})]:
+            channel = await a.transport.ask(b.id, "echo", b"", HOLDS)
+            await channel.send(bytes(size))
+            await channel.end()
+            assert len((await all_of(channel))[-1]) == size and a.transport.connected == connected
+
+    run(story)
+
+
+def test_bulk_to_a_peer_that_takes_no_control_stream_goes_on_without(monkeypatch):
+    monkeypatch.setattr(Link, "_open", mock.AsyncMock(return_value=False))
+
+    async def story(nodes: Nodes):
+        a, b = await nodes.node(), await nodes.node()
+        b.transport.answer("echo", echo)
+        channel = await a.transport.ask(b.id, "echo", b"", HOLDS)
+        for _ in range(5):
+            await channel.send(bytes(300_000))
+        await channel.end()
+        assert [len(frame) for frame in await all_of(channel)] == [0, *[300_000] * 5]
+        assert not a.transport.connected
 
     run(story)
 

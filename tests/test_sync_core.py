@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sync_peers import ALL_CELLS, CELLS, Swarm, among, everything
+from tests.sync_peers import ALL_CELLS, CELLS, Swarm, among, everything, without
 from volunteer_kit.swarm.sync import leading
 from volunteer_kit.swarm.sync.ballots import Ballot, leader_order
 from volunteer_kit.swarm.sync.certificates import Certificate, Goodbye
@@ -153,6 +153,61 @@ def test_a_late_contribution_enters_one_epoch_later():
     )
     assert (share.birth, share.samples) == (0, 3)
     assert swarm[late].ledger.expired == {}
+
+
+def with_backlog(absent: int) -> tuple[Swarm, str, list[str]]:
+    """Epochs have taken 16 s, everybody has an epoch's samples as the next one begins, and all but these have reported.
+
+    :returns: the swarm, the leader, and the members whose reports are still on their way
+    """
+    swarm = Swarm(target=80)
+    swarm.train(66)
+    plan = opened_round(swarm, 16)
+    swarm.compute(80)
+    swarm.passes = without(Report)
+    swarm.end_exchange(plan)
+    swarm.deliver()
+    leader = leader_order(swarm["a"].head.seed, swarm.genesis.membership.public)[0]
+    late = [peer for peer in swarm.order if peer != leader][:absent]
+    swarm.passes = everything
+    swarm.deliver_late(each for each in swarm.take_stopped(Report, leader) if each[0] not in late)
+    swarm.deliver()
+    return swarm, leader, late
+
+
+def members(plan: Round) -> set[str]:
+    """The peers of a round."""
+    return {member.peer for member in plan.group}
+
+
+def test_a_round_that_could_begin_waits_for_reports_that_are_on_their_way():
+    swarm, leader, late = with_backlog(absent=1)
+    begun = len(swarm.rounds)
+    swarm.deliver_late(each for each in swarm.take_stopped(Report, leader) if each[0] in late)
+    swarm.deliver()
+    assert len(swarm.rounds) == begun + 1 and members(swarm.last_round()) == set("abcde")
+
+
+def test_one_member_whose_report_does_not_come_holds_a_round_up_for_a_heartbeat():
+    swarm, leader, late = with_backlog(absent=1)
+    begun, old = len(swarm.rounds), swarm[leader].log.items[-2].head
+    swarm.passes = lambda sender, to, body: sender not in late
+    for _ in range(2):
+        swarm.say(late[0], leader, swarm.said(late[0], Report)[-1], old)
+        swarm.wait(1)
+    assert len(swarm.rounds) == begun + 1 and members(swarm.last_round()) == set("abcde") - set(late)
+
+
+def test_a_round_waits_half_an_epoch_while_more_than_a_quarter_is_catching_up():
+    swarm, leader, late = with_backlog(absent=2)
+    begun, old, seconds = len(swarm.rounds), swarm[leader].log.items[-2].head, 0
+    swarm.passes = lambda sender, to, body: sender not in late
+    while len(swarm.rounds) == begun:
+        for peer in late:
+            swarm.say(peer, leader, swarm.said(peer, Report)[-1], old)
+        swarm.wait(1)
+        seconds += 1
+    assert 7 <= seconds <= 9 and members(swarm.last_round()) == set("abcde") - set(late)
 
 
 def test_a_slice_whose_reducer_died_is_missing_and_its_senders_keep_their_part():

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from volunteer_kit.swarm.net.access.token_table import MAX_TOKEN
 from volunteer_kit.swarm.node.daemon import Closed
 from volunteer_kit.swarm.node.pacing import PaceKeeper, TimeLine, Window
+from volunteer_kit.swarm.rounds.blobs import Urgency
 
 MAX_FRAME = 2**20  # bytes
 MAX_HEAD = 2**18  # bytes of a request's head
 MAX_NAME = 64  # bytes of a request's name
 WRITE = 16_384  # bytes; a small message waits behind one such write at most
 MOST_HELD = WRITE // 2  # bytes that wait for more: a write of its own costs some 140 bytes of headers on the line
+SMALL = 65_536  # bytes of a channel that go out without a control stream to pace them by: to open one takes longer
 STALLED = 60.0  # s in which the other side took nothing
 LINGER = 30.0  # s for the other side to end, once we have
 END, WELCOME = 0xFFFFFFFF, 0xFFFFFFFE
@@ -43,17 +45,22 @@ class ByteCount:
     received: int = 0
 
 
+async def _no_window(peer: str, is_wanted: bool) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Line:
     """All streams of a process share the pace of each direction and the byte counts.
 
-    :param window: of a peer, and what sends it a heartbeat; None where there is no control stream
+    :param window: of a peer, and what sends it a heartbeat; None where there is no control stream, or, if the second
+        argument is true, where none can be had
     """
 
     up: PaceKeeper
     down: TimeLine
     count: ByteCount
-    window: Callable[[str], tuple[Window, Callable[[], bool]] | None] = lambda peer: None
+    window: Callable[[str, bool], Awaitable[tuple[Window, Callable[[], bool]] | None]] = _no_window
 
 
 class Channel:
@@ -62,6 +69,7 @@ class Channel:
     :param free: called when both sides have ended, and the stream can carry another request; None: it is closed then
     :ivar peer: the other side's id
     :ivar head: the request's
+    :ivar urgency: of what this side sends
     """
 
     def __init__(
@@ -73,10 +81,11 @@ class Channel:
         line: Line,
         free: Callable[[], None] | None = None,
     ):
-        self.peer, self.head = peer, head
+        self.peer, self.head, self.urgency = peer, head, Urgency.OTHER
         self._reader, self._writer, self._line, self._free = reader, writer, line, free
         writer.transport.set_write_buffer_limits(0)  # `drain` then tells when the system's buffers are full
         self._sending = asyncio.Lock()
+        self._written = 0  # bytes
         self._held = b""  # frames that wait for more
         self._length: int | None = None  # of the frame that is being received
         self._owed = 0  # received bytes that have not taken their turn
@@ -180,12 +189,17 @@ class Channel:
             await self._write_in_turn(piece)
 
     async def _write_in_turn(self, piece: bytes | memoryview) -> None:
-        line, writer, transport = self._line, self._writer, self._writer.transport
-        if (found := line.window(self.peer)) is not None:
-            window, ping = found
-            blocked = await window.turn(len(piece), ping)
+        found = await self._line.window(self.peer, self._written >= SMALL)
+        self._written += len(piece)
+        if found is None:
+            await self._write_now(piece, False)
         else:
-            blocked = False
+            window, ping = found
+            async with window.turn(len(piece), ping, self.urgency) as has_waited:
+                await self._write_now(piece, has_waited)
+
+    async def _write_now(self, piece: bytes | memoryview, blocked: bool) -> None:
+        line, writer, transport = self._line, self._writer, self._writer.transport
         await line.up.turn(self.peer, len(piece))
         if transport.is_closing():
             raise Closed(f"{self.peer} has closed the channel")

@@ -9,6 +9,7 @@ are then heard, each side sends on that of the smaller peer id, and the other on
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import struct
 import time
@@ -36,6 +37,8 @@ SILENT = 5.0  # s without a word from the other side
 OPEN_WITHIN = 15.0  # s for p2pd: it asks the peers that it knows, and dials all addresses that they tell
 HELLO_WITHIN = 10.0  # s for the other side's first message
 BACKOFF, MAX_BACKOFF = 0.5, 8.0  # s
+WANTED_FOR, WANTED_WITHIN = 5.0, 3.0  # s for which bulk has a stream opened, and for which it waits for that
+HOPELESS_FOR = 10.0  # s for which it does not wait again
 ROOM = 65_536  # bytes that a stream's buffer may hold when the next message is written
 KEPT_TIMES = 5  # round trips, of which the median counts
 USUAL_FOR = 60.0  # s for which the shortest round trip is remembered at least
@@ -214,6 +217,9 @@ class Link:
     _opened: int = 0  # streams by us
     _known: bytes = bytes(8)  # the other side's incarnation
     _seen: int = 0  # the last of its streams
+    _wanted_at: float = -math.inf  # monotonic s, when bulk to this peer last found no stream
+    _hopeless_until: float = 0.0  # monotonic s; until then bulk does not wait for a stream
+    _tried: asyncio.Event = field(default_factory=asyncio.Event)  # a stream is here, or could not be had
     _not_before: float = 0.0  # monotonic s, of the next attempt
     _backoff: float = BACKOFF
     _reaching: asyncio.Task[None] | None = None
@@ -281,14 +287,37 @@ class Link:
         ours_first = self.ground.daemon.peer_id < self.peer
         return min(self._streams, key=lambda stream: stream.ours != ours_first)
 
+    async def want(self) -> bool:
+        """Return whether there is a stream; open one if there is none. Bulk to this peer is paced by its heartbeats.
+
+        A peer that did not take a stream just now is not waited for again.
+        """
+        if self._streams:
+            return True
+        self.used_at = self._wanted_at = time.monotonic()
+        is_hopeless = self.used_at < self._hopeless_until
+        if not is_hopeless:
+            self._tried.clear()
+        self._go_on()
+        if not is_hopeless:
+            try:
+                await asyncio.wait_for(self._tried.wait(), WANTED_WITHIN)
+            except asyncio.TimeoutError:
+                self._hopeless_until = time.monotonic() + HOPELESS_FOR
+        return self.is_open
+
+    @property
+    def _is_wanted(self) -> bool:
+        return bool(self._queue) or time.monotonic() - self._wanted_at < WANTED_FOR
+
     def _go_on(self) -> None:
         """Let what waits be sent, or a stream be opened for it."""
-        if not self._queue or self._is_closed:
+        if self._is_closed:
             return
         if self._streams:
-            if self._pumping is None or self._pumping.done():
+            if self._queue and (self._pumping is None or self._pumping.done()):
                 self._pumping = self.ground.spawn(self._pump())
-        elif self._reaching is None or self._reaching.done():
+        elif self._is_wanted and (self._reaching is None or self._reaching.done()):
             self._reaching = self.ground.spawn(self._reach())
 
     async def _pump(self) -> None:
@@ -308,11 +337,13 @@ class Link:
     # --- opening ---
 
     async def _reach(self) -> None:
-        while self._queue and not self._streams and not self._is_closed:
+        while self._is_wanted and not self._streams and not self._is_closed:
             await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
             while self._queue and time.monotonic() - self._queue[0][0] > STALE:
                 self._queued -= len(self._queue.popleft()[1])
-            if self._queue and not self._streams and not await self._open():
+            if self._is_wanted and not self._streams and not await self._open():
+                self._hopeless_until = time.monotonic() + HOPELESS_FOR
+                self._tried.set()
                 self._not_before = time.monotonic() + random.uniform(0.5, 1.0) * self._backoff
                 self._backoff = min(MAX_BACKOFF, 2 * self._backoff)
 
@@ -376,6 +407,7 @@ class Link:
             self._seen = hello.number
         self._streams.append(stream)
         self.window.reset()
+        self._tried.set()
         self._backoff, self._not_before = BACKOFF, 0.0
         self.used_at = time.monotonic()
         self._go_on()
@@ -426,6 +458,7 @@ class Link:
             self._streams.remove(stream)
             self.window.reset()
             if not self._streams:  # both sides see the end at once
+                self._tried.clear()
                 self._not_before = time.monotonic() + random.uniform(0.0, BACKOFF)
         self._go_on()
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 SHARE = 0.85  # of the uplink that bulk takes
@@ -37,6 +37,7 @@ HOLD, HOLD_AFTER_PROBE = 20, 3  # spans without another probe: the buffers empty
 QUEUED = 0.15  # s that heartbeats of all peers take longer than usual while our own queue is long
 YIELD, LEAST_SHARE = 0.8, 0.5  # times as fast for each span with a queue, and what bulk takes at least
 FLOOR = 0.5  # of the last measurement: a busy machine answers heartbeats late as well
+ALONE = 0.8  # of the bytes of a measurement that went to one receiver: it may be its line that was measured
 IDLE = 0.1  # of a measurement in which there was nothing to write
 FORGOTTEN = 60.0  # s after the last write to a peer
 OVERDUE = 2.5  # s without an answer: what is on the way to this peer no longer keeps others waiting
@@ -73,19 +74,70 @@ class TimeLine:
             await self._sleep(wait)
 
 
+class Growth:
+    """A number of bytes that doubles while heartbeats behind them come back without delay, and is halved when they come
+    late. A heartbeat that was sent before the last change says nothing: those to many peers are on the way at once, and
+    each would change it."""
+
+    def __init__(self, most: int) -> None:
+        self.size = LEAST_WINDOW
+        self._most = most
+        self._last = self._before = -math.inf  # s: of the last heartbeat, and of the last one before the change
+
+    def mark(self, sent_at: float) -> None:
+        """A heartbeat was sent."""
+        self._last = max(self._last, sent_at)
+
+    def grow(self, sent_at: float, behind: int) -> bool:
+        """A heartbeat came back without delay, from behind so many bytes. :returns: whether it counts"""
+        if sent_at <= self._before or 2 * behind < self.size:
+            return False
+        self.size, self._before = min(self._most, 2 * self.size), self._last
+        return True
+
+    def shrink(self, sent_at: float) -> None:
+        """A heartbeat came late."""
+        if sent_at > self._before:
+            self.size, self._before = max(LEAST_WINDOW, self.size // 2), self._last
+
+
 class Flight:
-    """The bytes that may be on the way to all peers together. They start at two seconds of a slow line and grow. How
-    much of it a line can use is measured meanwhile, and the pace does the rest."""
+    """The bytes that may be on the way to all peers together. They start at two seconds of a slow line, grow while its
+    queue is short, and shrink when heartbeats to all peers are late: then it is our own queue in which they wait."""
 
     def __init__(self) -> None:
-        self.size = LEAST_WINDOW
+        self._growth = Growth(8 * MOST_WINDOW)
+        self._in_time = -math.inf  # s, when the last heartbeat was sent that came back in time
         self.bytes = 0
         self.was_full = False
-        self.room = asyncio.Event()  # something has arrived
+        self.room = asyncio.Event()  # something has arrived, or a write is over
+        self.wanting: Counter[int] = Counter()  # writes that no window of their own holds up, by urgency
+
+    def yields(self, urgency: int) -> bool:
+        """Return whether more urgent writes come first."""
+        return any(count > 0 and other < urgency for other, count in self.wanting.items())
+
+    @property
+    def size(self) -> int:
+        return self._growth.size
 
     @property
     def is_full(self) -> bool:
         return self.bytes >= self.size
+
+    def mark(self, sent_at: float) -> None:
+        """A heartbeat was sent to some peer."""
+        self._growth.mark(sent_at)
+
+    def passed(self, sent_at: float, delay: float, behind: int) -> None:
+        """It was answered. :param delay: s longer than usual; `behind`: bytes on the way to all peers when it was sent
+        """
+        if delay < QUEUED:
+            self._in_time = max(self._in_time, sent_at)
+            if self.was_full and self._growth.grow(sent_at, behind):
+                self.was_full = False
+        elif delay > 2 * QUEUED and self._in_time < sent_at - SPAN:
+            self._growth.shrink(sent_at)
 
 
 class Window:
@@ -98,44 +150,63 @@ class Window:
 
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
-        self._size = LEAST_WINDOW
+        self._growth = Growth(MOST_WINDOW)
         self._was_full = False
         self._sent = self._marked = self._passed = 0  # bytes: written, before the last heartbeat, before an answer
         self._counted = 0  # bytes of ours in the flight
-        self._marks: deque[tuple[float, int]] = deque()
+        # of heartbeats: when it was sent, our bytes by then, and what was on the way, of ours and of all
+        self._marks: deque[tuple[float, int, int, int]] = deque()
 
     @property
     def unanswered_since(self) -> float | None:
         """When the first heartbeat was sent that is still to be answered."""
         return self._marks[0][0] if self._marks else None
 
-    async def turn(self, num_bytes: int, ping: Callable[[], bool]) -> bool:
-        """Return when there is room for a write. :returns: whether there was none
+    @asynccontextmanager
+    async def turn(self, num_bytes: int, ping: Callable[[], bool], urgency: int = 0) -> AsyncIterator[bool]:
+        """Enter when there is room for a write and no more urgent one waits; the write takes place inside. Yields
+        whether there was no room.
 
         :param ping: sends a heartbeat, and calls `mark`; False where there is no stream
+        :param urgency: of the write; 0 comes before 1
         """
-        has_waited, flight = False, self._flight
-        while (is_full := self._is_full) or flight.is_full:
-            if (self._sent > self._marked or is_full and not self._marks) and not ping():
-                self.reset()
-                break
-            has_waited = True
-            self._was_full |= is_full
-            flight.was_full |= flight.is_full or self._size > flight.size // 2
-            flight.room.clear()
-            await flight.room.wait()
-        self._sent += num_bytes
-        self._counted += num_bytes
-        flight.bytes += num_bytes
-        if self._sent - self._marked >= self._size // 2:
-            self._marked = self._sent
-            ping()
-        return has_waited
+        has_waited, wants, flight = False, False, self._flight
+        try:
+            while True:
+                is_full = self._is_full
+                if wants == is_full:
+                    wants = not is_full
+                    flight.wanting[urgency] += 1 if wants else -1
+                lacks_room = is_full or flight.is_full
+                if not lacks_room and not flight.yields(urgency):
+                    break
+                if lacks_room and (self._sent > self._marked or is_full and not self._marks) and not ping():
+                    self.reset()
+                    break
+                has_waited |= lacks_room
+                self._was_full |= is_full
+                flight.was_full |= flight.is_full or lacks_room and self._growth.size > flight.size // 2
+                flight.room.clear()
+                await flight.room.wait()
+            self._sent += num_bytes
+            self._counted += num_bytes
+            flight.bytes += num_bytes
+            if self._sent - self._marked >= self._most // 3:
+                self._marked = self._sent
+                ping()
+            yield has_waited
+        finally:
+            flight.wanting[urgency] -= wants
+            flight.room.set()
 
     @property
     def _is_full(self) -> bool:
         """A peer fills half of the flight at most: one that has died leaves room for the others."""
-        return self._sent - self._passed >= min(self._size, self._flight.size // 2)
+        return self._sent - self._passed >= self._most
+
+    @property
+    def _most(self) -> int:
+        return min(self._growth.size, self._flight.size // 2)
 
     def write_off(self, now: float) -> None:
         """To be called several times a second: the flight does not wait for a peer that does not answer."""
@@ -147,20 +218,21 @@ class Window:
     def mark(self, sent_at: float) -> None:
         """A heartbeat was sent."""
         self._marked = self._sent
-        self._marks.append((sent_at, self._sent))
+        self._marks.append((sent_at, self._sent, self._sent - self._passed, self._flight.bytes))
+        self._growth.mark(sent_at)
+        self._flight.mark(sent_at)
 
     def passed(self, sent_at: float, delay: float) -> None:
         """It was answered. :param delay: s longer than usual"""
+        behind = behind_all = 0
         while self._marks and self._marks[0][0] <= sent_at:
-            self._pass(self._marks.popleft()[1])
+            _, before, behind, behind_all = self._marks.popleft()
+            self._pass(before)
         if delay > 2 * QUEUED:
-            self._size = max(LEAST_WINDOW, self._size // 2)
-        elif delay < QUEUED:
-            if self._was_full:
-                self._size = min(MOST_WINDOW, 2 * self._size)
-            if self._flight.was_full:
-                self._flight.size = min(8 * MOST_WINDOW, 2 * self._flight.size)
-                self._flight.was_full = False
+            self._growth.shrink(sent_at)
+        elif delay < QUEUED and self._was_full:
+            self._growth.grow(sent_at, behind)
+        self._flight.passed(sent_at, delay, behind_all)
         self._was_full = False
         self._flight.room.set()
 
@@ -182,12 +254,14 @@ class Window:
 class _Receiver:
     """The way to one peer, as far as it is known.
 
-    :ivar full: when its buffers were full, all bytes that were written by then, and the s in which nothing was
+    :ivar bytes: that it was written
+    :ivar full: when its buffers were full, all bytes that were written by then, those to it, and the s without any
     """
 
     wrote_at: float
     blocked_at: float = 0.0
-    full: tuple[float, int, float] | None = None
+    bytes: int = 0
+    full: tuple[float, int, int, float] | None = None
 
 
 class PaceKeeper:
@@ -213,9 +287,8 @@ class PaceKeeper:
         self._estimate: float | None = None  # bytes/s
         self._measured: deque[float] = deque(maxlen=KEPT)  # bytes/s
         self._drained = 0.0  # bytes/s, the last one of these
-        # one receiver alone has measured less than was known before, which may be the line's fault or its own
-        self._witness: str | None = None
-        self._before = 0.0  # bytes/s
+        # nothing is known but by this receiver, whose own line may have been measured; "": nor by it any more
+        self._sole: str | None = None
         self._hold = 0  # spans until the next probe
         self._yielding = 1.0  # of SHARE
         self._is_queued = False
@@ -254,6 +327,8 @@ class PaceKeeper:
     def reserve(self, peer: str, num_bytes: int) -> float:
         """Take the next turn for a write to `peer`. :returns: s until it begins"""
         now = self._clock()
+        if self._sole and peer != self._sole:
+            self._sole, self._line.rate = "", self._cap
         wait = self._line.reserve(num_bytes)
         receiver = self._receivers.get(peer)
         if receiver is None:
@@ -276,6 +351,7 @@ class PaceKeeper:
         self._total += num_bytes
         receiver = self._receivers.setdefault(peer, _Receiver(now))
         receiver.wrote_at = self._wrote_at = now
+        receiver.bytes += num_bytes
         if blocked:
             receiver.blocked_at = now
             self._measure(peer, receiver, now)
@@ -292,40 +368,43 @@ class PaceKeeper:
 
     def _measure(self, peer: str, receiver: _Receiver, now: float) -> None:
         if receiver.full is None:
-            receiver.full = (now, self._total, self._idle)
+            receiver.full = (now, self._total, receiver.bytes, self._idle)
             return
-        since, total, idle = receiver.full
+        since, total, own, idle = receiver.full
         if now - since < SPAN or self._total - total < LEAST_BYTES:
             return
-        receiver.full = (now, self._total, self._idle)
+        receiver.full = (now, self._total, receiver.bytes, self._idle)
         rate = (self._total - total) / (now - since)
         if self._idle - idle > IDLE * (now - since) and rate <= (self._estimate or math.inf):
             return
         if self._estimate is None or rate > self._estimate or not self._only_it_is_slow(peer, since):
-            is_alone = not any(other.wrote_at > since for name, other in self._receivers.items() if name != peer)
-            if is_alone and self._witness in (None, peer):
-                self._witness, self._before = peer, max(self._before, self._estimate or 0.0)
+            is_alone = receiver.bytes - own > ALONE * (self._total - total)
+            if is_alone and self._sole is None and rate <= (self._estimate or 0.0):
+                return  # others took more together
+            before = None if self._sole is not None and (self._sole != peer or not is_alone) else self._estimate
+            if before is None:
+                self._measured.clear()
+            if is_alone and (self._sole is not None or before is None):
+                self._sole = peer
             else:
-                self._witness, self._before = None, 0.0
+                self._sole = None
             self._drained = rate
             self._measured.append(rate)
-            self._set(rate if self._estimate is None else (self._estimate + rate) / 2)
+            self._set(rate if before is None else (before + rate) / 2)
 
     def _end_span(self, now: float) -> None:
         """No write has blocked in it. Where it was not our own estimate that held bulk up, nothing is learnt."""
         estimate, is_paced = self._estimate, 2 * self._waited >= self._turns and self._line.rate != self._cap
-        others = [name for name, known in self._receivers.items() if name != self._witness]
-        has_others = any(self._receivers[name].wrote_at > self._since for name in others)
         self._begin_span(now)
         if estimate is None or not is_paced:
             return
-        best = max(sorted(self._measured)[-2:][0], self._before if has_others else 0.0)
+        best = sorted(self._measured)[-2:][0]
         was_queued, self._is_queued = self._is_queued, self.delay > QUEUED
         if self._is_queued:
             if not was_queued:
                 estimate = min(estimate, max(FLOOR * self._drained, estimate / PROBE))
                 self._measured = deque((min(rate, estimate) for rate in self._measured), maxlen=KEPT)
-                self._before, self._hold = 0.0, HOLD
+                self._hold = HOLD
             self._yielding = max(LEAST_SHARE, YIELD * self._yielding)
         elif self._yielding < 1.0:
             self._yielding = min(1.0, self._yielding / YIELD)

@@ -296,9 +296,10 @@ class Transport:
             link = self._links[peer] = Link(peer, self._ground)
         return link
 
-    def _window(self, peer: str) -> tuple[Window, Callable[[], bool]] | None:
-        link = self._links.get(peer)
-        return (link.window, link.ping) if link is not None and link.is_open else None
+    async def _window(self, peer: str, is_wanted: bool) -> tuple[Window, Callable[[], bool]] | None:
+        link = self._link(peer)
+        is_open = await link.want() if is_wanted else link.is_open
+        return (link.window, link.ping) if is_open else None
 
     def _deliver(self, peer: str, data: bytes) -> None:
         try:

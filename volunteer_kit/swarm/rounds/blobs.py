@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Final, Protocol
 
 FRAME: Final = 2**18  # bytes that travel at once
 _SIZE: Final = 8  # bytes of a size
+
+
+class Urgency(IntEnum):
+    """Bulk by what waits for it; what is more urgent goes out first. A round's answers wait for all of its parts, and
+    states and answers of earlier rounds are for peers that this round does not wait for."""
+
+    PARTS = 0
+    ANSWERS = 1
+    OTHER = 2
 
 
 class Channel(Protocol):
@@ -14,6 +24,7 @@ class Channel(Protocol):
 
     peer: str
     head: bytes  # of who opened it
+    urgency: Urgency  # of what this side sends
 
     async def send(self, data: bytes, more: bool = False) -> None:
         """Send one frame, at the line's pace.

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from volunteer_kit.swarm.errors import brief
-from volunteer_kit.swarm.rounds.blobs import Channel, Garbled, receive_blob, send_blob
+from volunteer_kit.swarm.rounds.blobs import Channel, Garbled, Urgency, receive_blob, send_blob
 from volunteer_kit.swarm.rounds.commitments import NOT_COMMITTED, NOT_YET, Commitments
 from volunteer_kit.swarm.rounds.error_feedback import ErrorFeedback
 from volunteer_kit.swarm.rounds.heads import AnswerHead, decode_head, encode_head
@@ -498,6 +498,7 @@ class Exchange:
         knows = self._knows(reducer)
         head = encode(PartHead(round.fingerprint, shares, knows))
         channel = await self._transport.ask(reducer, PART, head, OPENS_WITHIN)
+        channel.urgency = Urgency.PARTS
         loop = asyncio.get_running_loop()
         sending = loop.create_task(self._send_part(round, channel, shares))
         answering = loop.create_task(self._take_answer(round, channel, reducer, cells, knows))
@@ -617,6 +618,7 @@ class Exchange:
 
     async def _serve(self, peer: str, head: bytes, channel: Channel) -> None:
         """A member brings its part, or asks for the answer again."""
+        channel.urgency = Urgency.ANSWERS
         try:
             said: PartHead = decode(PartHead, head, MOST_HEAD)
             round = await self._round_of(said.fingerprint, peer)

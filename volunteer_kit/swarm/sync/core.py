@@ -8,7 +8,7 @@ why each rule is there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -114,6 +114,7 @@ LEAST_PATIENCE: Final = 2  # halvings, with a leader that led in vain before
 LONG_EPOCH: Final = 3.0  # epochs without a commit; then the leader does not do its part
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 LEARNED_FROM: Final = 2  # rounds; until then a dead member costs as long as the run allows
+ABSENT_SHARE: Final = 1 / 4  # of the members in touch: for more of them a round waits longer
 REPORTS_OF_EPOCH: Final = 8  # that a member sends, where a heartbeat is longer
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
 LINEAGES_ASKED: Final = 64  # newest first, that a peer names when it asks for items
@@ -750,7 +751,9 @@ class SyncCore:
             return
         samples = sum(samples for _, samples, _ in group)
         late = self._now - self._slot.began >= self.config.epoch_deadline
-        if samples == 0 or (samples < self.config.target_batch_size and not late) or self._waits_for_stragglers():
+        if samples == 0 or (samples < self.config.target_batch_size and not late):
+            return
+        if self._waits_for_absent({member.peer for member, _ in reports}):
             return
         exchange, vote = self._deadlines([report for _, report in reports])
         lead.attempts = max(lead.attempts, len(self.ledger.rounds(self._lineage()))) + 1
@@ -798,16 +801,26 @@ class SyncCore:
         fresh = self._contacts.reporting(self._lineage(), self._now)
         return [(contact.member, report) for contact, report in fresh if contact.member.peer not in self._goodbyes]
 
-    def _waits_for_stragglers(self) -> bool:
-        """A round waits while most of the members in touch are catching up, `catching_up_patience` at most."""
+    def _waits_for_absent(self, reporting: Set[str]) -> bool:
+        """Return whether a round that could begin waits for members in touch that have not reported from this head.
+
+        It waits for any of them as long as a report travels, for more than a quarter of them half an epoch, since a
+        round without them has their lines carry its answers while they compute for the next one, and for most of them
+        `catching_up_patience`.
+        """
         view = self._membership().view
-        in_touch = [peer for peer in self._in_touch() if peer in view]
-        behind = len(in_touch) - len(set(in_touch) & set(self._at_head()))
-        if 2 * behind <= len(in_touch) + 1:
+        in_touch = {peer for peer in self._in_touch() if peer in view and peer not in self._goodbyes}
+        absent = in_touch - reporting
+        if not absent:
             return False
-        if self._slot.may_wait_until is None:
-            self._slot.may_wait_until = self._now + self.config.catching_up_patience
-        return self._now < self._slot.may_wait_until
+        if 2 * len(in_touch - set(self._at_head())) > len(in_touch) + 1:
+            if self._slot.may_wait_until is None:
+                self._slot.may_wait_until = self._now + self.config.catching_up_patience
+            return self._now < self._slot.may_wait_until
+        patience = min(self.config.heartbeat, self._median_epoch / REPORTS_OF_EPOCH)
+        if len(absent) > ABSENT_SHARE * len(in_touch):
+            patience = min(max(patience, self._median_epoch / 2), self.config.catching_up_patience)
+        return self._now - self._slot.began < patience
 
     def _on_begin(self, sender: str, body: Begin) -> None:
         plan = body.round
@@ -1163,7 +1176,7 @@ class SyncCore:
             self._move(Phase.COLLECTING)
         if self._slot.lead is None:
             self._stand_if_first()
-        if self._slot.lead is None and self._reports_early():
+        if self._slot.lead is None:
             self._report_to_leader()
 
     def _head_record(self) -> HeadRecord:
