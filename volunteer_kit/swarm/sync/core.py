@@ -392,8 +392,7 @@ class SyncCore:
         if self._fetching is not None:
             self._tick_snapshot(self._fetching)
         if self.phase is Phase.CATCHING_UP:
-            if self._source is not None:
-                self._send(self._source, self._report())
+            self._report_ahead()
             return
         self._expire_stale()
         if self._damaged:
@@ -680,7 +679,8 @@ class SyncCore:
 
     def _on_refuse(self, sender: str, body: Refuse) -> None:
         lead = self._slot.lead
-        if lead is None or sender not in self._electorate() or sender in lead.refusals:
+        group = {member.peer for member in self._slot.round.group} if self._slot.round is not None else set()
+        if lead is None or sender not in self._electorate() | group or sender in lead.refusals:
             return
         lead.refusals.add(sender)  # it is not counted on, for this ballot
         if body.promised and body.ballot > lead.ballot and self._contacts[sender].may_outbid(self._head().epoch):
@@ -753,7 +753,7 @@ class SyncCore:
         late = self._now - self._slot.began >= self.config.epoch_deadline
         if samples == 0 or (samples < self.config.target_batch_size and not late):
             return
-        if self._waits_for_absent({member.peer for member, _ in reports}):
+        if self._waits_for_absent({member.peer for member, report in reports if report.ballot == lead.ballot}):
             return
         exchange, vote = self._deadlines([report for _, report in reports])
         lead.attempts = max(lead.attempts, len(self.ledger.rounds(self._lineage()))) + 1
@@ -782,8 +782,10 @@ class SyncCore:
         )
 
     def _go_on_without_silent(self, plan: Round) -> None:
-        """The leader hears everybody: it tells the others whom nobody has to wait for."""
-        here = {*self._in_touch(), self.me.peer}
+        """The leader hears everybody: it tells the others whom nobody has to wait for. A member that follows another
+        leader takes no part either."""
+        refusals = self._slot.lead.refusals if self._slot.lead is not None else set()
+        here = {*self._in_touch(), self.me.peer} - refusals
         silent = tuple(member.peer for member in plan.group if member.peer not in here)
         if silent:
             for member in plan.group:
@@ -802,7 +804,8 @@ class SyncCore:
         return [(contact.member, report) for contact, report in fresh if contact.member.peer not in self._goodbyes]
 
     def _waits_for_absent(self, reporting: Set[str]) -> bool:
-        """Return whether a round that could begin waits for members in touch that have not reported from this head.
+        """Return whether a round that could begin waits for members in touch that do not report to this leader from
+        this head.
 
         It waits for any of them as long as a report travels, for more than a quarter of them half an epoch, since a
         round without them has their lines carry its answers while they compute for the next one, and for most of them
@@ -819,7 +822,8 @@ class SyncCore:
             return self._now < self._slot.may_wait_until
         patience = min(self.config.heartbeat, self._median_epoch / REPORTS_OF_EPOCH)
         if len(absent) > ABSENT_SHARE * len(in_touch):
-            patience = min(max(patience, self._median_epoch / 2), self.config.catching_up_patience)
+            some = self._median_epoch / 2 or self.config.catching_up_patience / 4
+            patience = min(max(patience, some), self.config.catching_up_patience)
         return self._now - self._slot.began < patience
 
     def _on_begin(self, sender: str, body: Begin) -> None:
@@ -1365,11 +1369,21 @@ class SyncCore:
         if self.phase is not Phase.CATCHING_UP:
             self._stop_round()
             self._move(Phase.CATCHING_UP, self._fetch_patience())
+            self._report_ahead()
         for item in self._replay[1:]:
             if isinstance(item.step, Entry):
                 missing |= self._missing(item.step)
         sources = {member.peer for member in entry.group} | ({self._source} if self._source is not None else set())
         self._do(FetchAnswers(missing, self._spread(sources), (), entry.fingerprint, entry.answers))
+
+    def _report_ahead(self) -> None:
+        """While catching up: keep in touch with the source, and with the leader whose round may wait for us."""
+        order: tuple[str, ...] = ()
+        if self._replay:
+            ahead = self._replay[-1]
+            order = leader_order(ahead.head.seed, ahead.membership.public)
+        for peer in sorted({*order[:1], *([] if self._source is None else [self._source])} - {self.me.peer}):
+            self._send(peer, self._report())
 
     def _spread(self, sources: set[str]) -> tuple[str, ...]:
         """The sources in an order of this peer's own, so that not all ask the same one."""
