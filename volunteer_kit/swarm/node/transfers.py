@@ -28,6 +28,7 @@ from volunteer_kit.swarm.rounds.blobs import (
     FRAME,
     Channel,
     Garbled,
+    Urgency,
     receive_blob,
     receive_frame,
     receive_size,
@@ -219,6 +220,7 @@ class Transfers:
             wanted: AnswersWanted = decode(AnswersWanted, head)
         except WireError:
             return
+        channel.urgency = Urgency.PARTS  # the next round waits for the peer that lacks them
         loop = asyncio.get_running_loop()
         for digest in dict.fromkeys(wanted.digests[:MOST_ANSWERS]):
             try:

@@ -12,7 +12,7 @@ _SIZE: Final = 8  # bytes of a size
 
 class Urgency(IntEnum):
     """Bulk by what waits for it; what is more urgent goes out first. A round's answers wait for all of its parts, and
-    states and answers of earlier rounds are for peers that this round does not wait for."""
+    nobody but its receiver waits for a state."""
 
     PARTS = 0
     ANSWERS = 1

@@ -31,6 +31,8 @@ class Contact:
     no_slices_until: float = float("-inf")  # s
     vain: int = 0  # slots in which it had its turn and another leader brought the commit, one after another
     turn_again: int = 0  # epoch from which it has its turn again
+    missed: int = 0  # rounds that waited for it in vain, one after another
+    waited_again: int = 0  # epoch from which a round waits for it again
     outbids: int = 0  # times that its promise of a higher ballot was heeded
     outbid_again: int = 0  # epoch from which it is heeded again
 
@@ -43,6 +45,11 @@ class Contact:
         """Another leader had to bring the commit: its next turns are skipped, more each time."""
         self.vain += 1
         self.turn_again = epoch + 2 ** min(self.vain, LONGEST_AVOIDED)
+
+    def missed_round(self, epoch: int) -> None:
+        """A round has waited for it in vain: the next ones begin without it, more each time."""
+        self.missed += 1
+        self.waited_again = epoch + 2 ** min(self.missed, LONGEST_AVOIDED)
 
     def may_outbid(self, epoch: int) -> bool:
         """Whether its higher promise makes a leader ask anew: once, and seldom if it comes in slot after slot."""

@@ -114,6 +114,7 @@ LEAST_PATIENCE: Final = 2  # halvings, with a leader that led in vain before
 LONG_EPOCH: Final = 3.0  # epochs without a commit; then the leader does not do its part
 ROUNDS_IN_VAIN: Final = 2  # at one ballot; then the next leader has its turn
 LEARNED_FROM: Final = 2  # rounds; until then a dead member costs as long as the run allows
+WAITED: Final = 4  # heartbeats, and parts of an epoch, that a round waits for a member that has the last answers soon
 ABSENT_SHARE: Final = 1 / 4  # of the members in touch: for more of them a round waits longer
 REPORTS_OF_EPOCH: Final = 8  # that a member sends, where a heartbeat is longer
 HISTORY: Final = 16  # epochs by whose median an epoch's duration is judged
@@ -763,6 +764,7 @@ class SyncCore:
         )
         self._enter_round(plan)
         for member in plan.group:
+            self._contacts[member.peer].missed = 0
             if member.peer != self.me.peer:
                 self._send(member.peer, Begin(plan))
 
@@ -807,9 +809,9 @@ class SyncCore:
         """Return whether a round that could begin waits for members in touch that do not report to this leader from
         this head.
 
-        It waits for any of them as long as a report travels, for more than a quarter of them half an epoch, since a
-        round without them has their lines carry its answers while they compute for the next one, and for most of them
-        `catching_up_patience`.
+        It waits for any of them as long as a report travels, and longer for one that does not come late time after
+        time: a member that misses a round has to fetch its answers during the next one. It waits half an epoch for more
+        than a quarter of them, and `catching_up_patience` for most of them.
         """
         view = self._membership().view
         in_touch = {peer for peer in self._in_touch() if peer in view and peer not in self._goodbyes}
@@ -820,11 +822,19 @@ class SyncCore:
             if self._slot.may_wait_until is None:
                 self._slot.may_wait_until = self._now + self.config.catching_up_patience
             return self._now < self._slot.may_wait_until
+        epoch = self._head().epoch
         patience = min(self.config.heartbeat, self._median_epoch / REPORTS_OF_EPOCH)
+        if any(self._contacts[peer].waited_again <= epoch for peer in absent):
+            patience = min(WAITED * self.config.heartbeat, self._median_epoch / WAITED)
         if len(absent) > ABSENT_SHARE * len(in_touch):
             some = self._median_epoch / 2 or self.config.catching_up_patience / 4
             patience = min(max(patience, some), self.config.catching_up_patience)
-        return self._now - self._slot.began < patience
+        if self._now - self._slot.began < patience:
+            return True
+        for peer in absent:
+            if self._contacts[peer].waited_again <= epoch:
+                self._contacts[peer].missed_round(epoch)
+        return False
 
     def _on_begin(self, sender: str, body: Begin) -> None:
         plan = body.round
