@@ -12,7 +12,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +117,7 @@ logger = logging.getLogger(__name__)
 Task = asyncio.Task[None]
 
 PROGRESS_EVERY: Final = 1.0  # s
+STUCK: Final = 5.0  # s in which none of several peers has brought an answer: others are asked
 NUMBERS_LEFT: Final = 2**20  # more contributions than a power cut can take from the ledger
 MAY_ENTER: Final = 600.0  # s that an answer is kept which no entry of the log has
 ANSWERS_KEPT: Final = 2 * 2**30  # bytes
@@ -620,19 +621,36 @@ class Engine:
         asked = action.digests - here - {each.digest for each in unusable} - self._fetched_now
         missing = set(asked)
         self._fetched_now |= asked
+
+        async def get(source: str, digests: Iterable[bytes]) -> None:
+            got = await self._transfers.fetch_answers(sorted(digests), source, OPENS_WITHIN, is_usable)
+            missing.difference_update(got, (each.digest for each in unusable))
+            if got:
+                self.handle(here_now(got))
+
         try:
+            await self._get_from_each(_shared_out(missing, action), get)
             for source in action.sources:
-                if not missing or source == self.me.peer:
-                    continue
-                got = await self._transfers.fetch_answers(sorted(missing), source, OPENS_WITHIN, is_usable)
-                missing -= got | {each.digest for each in unusable}
-                if got:
-                    self.handle(here_now(got))
+                if missing and source != self.me.peer:
+                    await get(source, missing)
         finally:
             self._fetched_now -= asked
         if self.core.head is not None and self.core.head.lineage == head:
             for each in unusable:
                 self.handle(AnswerRefused(each))
+
+    async def _get_from_each(
+        self, wanted: Mapping[str, Iterable[bytes]], get: Callable[[str, Iterable[bytes]], Awaitable[None]]
+    ) -> None:
+        """Get answers from several peers at once, until they are here or none has come for `STUCK`."""
+        getting = {self._spawn(get(source, digests)) for source, digests in wanted.items() if source != self.me.peer}
+        done = getting
+        while getting and done:
+            done, getting = await asyncio.wait(getting, timeout=STUCK, return_when=asyncio.FIRST_COMPLETED)
+        for task in getting:
+            task.cancel()
+        if getting:
+            await asyncio.wait(getting)
 
     def _usable(self, digests: frozenset[bytes], is_usable: Callable[[bytes, bytes], bool]) -> frozenset[bytes]:
         return frozenset(digest for digest in digests if is_usable(digest, self._bytes_of(digest)))
@@ -835,6 +853,19 @@ class Engine:
             computing.index(self.me.peer) if self.me.peer in computing else 0,
             core.decides_alone,
         )
+
+
+def _shared_out(digests: Collection[bytes], action: FetchAnswers) -> dict[str, list[bytes]]:
+    """Whom to ask first for each of these answers: its reducer, whose share of them fits its line, or else the sources
+    in turn. One peer with all of them would send for as long as a round takes."""
+    reducers = {answer.digest: answer.reducer for answer in action.answers}
+    wanted: dict[str, list[bytes]] = {}
+    for place, digest in enumerate(sorted(digests)):
+        source = reducers.get(digest, "")
+        if source not in action.sources and action.sources:
+            source = action.sources[place % len(action.sources)]
+        wanted.setdefault(source, []).append(digest)
+    return wanted if action.sources else {}
 
 
 async def _result_of(layout: Future[Layout] | None) -> Layout | None:
