@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
+from contextlib import suppress
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -16,7 +17,7 @@ from volunteer_kit.swarm.node.credentials import peer_id_of, public_der
 from volunteer_kit.swarm.node.signatures import Signatures
 from volunteer_kit.swarm.node.store import StoreError
 from volunteer_kit.swarm.node.talk import Delivered, Expired, Found, Left, Progress, Told
-from volunteer_kit.swarm.node.transfers import ANSWERS, CHUNKS, OFFER, WITNESS
+from volunteer_kit.swarm.node.transfers import ANSWERS, CHUNKS, OFFER, WITNESS, AnswersWanted
 from volunteer_kit.swarm.rounds.exchange import PART
 from volunteer_kit.swarm.rounds.reducer import SliceReducer
 from volunteer_kit.swarm.sync.ballots import Ballot
@@ -35,6 +36,7 @@ from volunteer_kit.swarm.sync.messages import (
     Topic,
     Vote,
 )
+from volunteer_kit.swarm.wire import WireError, decode
 
 
 async def trio(world, epoch: int = 3):
@@ -391,6 +393,29 @@ def test_a_killed_peer_that_lost_its_parameters_joins_anew(tmp_path, what):
         await world.quiet()
         world.check_books(a, c)
         b.check_ledger()
+
+    play(tmp_path, story)
+
+
+def test_a_peer_that_missed_rounds_gets_their_answers_from_several_peers_each_once(tmp_path):
+    async def story(world):
+        a, b, c = await trio(world)
+        late = world.peer("d")
+        await world.all_at(a.head.epoch + 2)
+        world.hub.cut([late.id])
+        missed = a.head.epoch
+        await world.until(lambda: a.head.epoch >= missed + 3)
+        before = len(world.hub.streams)
+        world.hub.cut([])
+        await world.until(lambda: late.head.epoch >= missed + 3)
+        asked = {}
+        for stream in world.hub.streams[before:]:
+            if stream.owner == late.id and stream.opened:
+                with suppress(WireError):
+                    asked.setdefault(stream.peer, set()).update(decode(AnswersWanted, stream.head).digests)
+        assert len(asked) > 1 and sum(map(len, asked.values())) == len(set().union(*asked.values())), asked
+        await world.quiet()
+        world.check_books()
 
     play(tmp_path, story)
 

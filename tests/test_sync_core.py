@@ -26,6 +26,7 @@ from volunteer_kit.swarm.sync.messages import (
     Begin,
     Body,
     Durable,
+    ExchangeWithout,
     FetchAnswers,
     FetchSnapshot,
     Held,
@@ -217,6 +218,19 @@ def test_a_member_for_which_rounds_wait_in_vain_is_waited_for_more_and_more_seld
 
 def test_a_round_waits_half_an_epoch_while_more_than_a_quarter_is_catching_up():
     assert 7 <= seconds_without(*with_backlog(absent=2)) <= 9
+
+
+def test_a_round_does_not_wait_for_a_member_that_follows_another_leader():
+    swarm = Swarm(target=EVERYBODY)
+    plan = opened_round(swarm)
+    leader, stray, *others = swarm.order
+    swarm.say(stray, leader, Refuse(Ballot(1, stray), False))
+    swarm.wait(1)
+    for peer in (leader, *others):
+        assert swarm.done(peer, ExchangeWithout)[-1].silent == (stray,)
+    swarm.end_exchange(plan, peers=[leader, *others])
+    swarm.wait(1)
+    assert swarm[leader].head.epoch == 1
 
 
 def test_a_slice_whose_reducer_died_is_missing_and_its_senders_keep_their_part():

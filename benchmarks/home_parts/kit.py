@@ -3,7 +3,6 @@ one goes on from its node's folder."""
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -121,11 +120,6 @@ class TellSteps(Callback):
 
 
 def train(settings: dict[str, Any], device: Device, words: Words) -> None:
-    with tempfile.TemporaryDirectory(prefix="home-node-") as name:
-        _train({**settings, "folder": settings.get("folder") or name}, device, words)
-
-
-def _train(settings: dict[str, Any], device: Device, words: Words) -> None:
     run = load_run(settings["run"])
     model = build_model(run)
     peer, optimizer = build(settings, run, model)

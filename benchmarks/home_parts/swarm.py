@@ -113,9 +113,10 @@ class HomeSwarm:
 
     def start(self, number: int) -> Worker:
         """A worker on its machine, from 0; again, if it had one."""
+        folder = self.folder / f"worker-{number}-{len(self.workers[number])}"  # ours: a killed worker removes nothing
         own = {
-            **self.settings, **self.each[number], "address": self.address_of(number), "seed": number,
-            "initial_peers": self._invited,
+            "folder": str(folder), **self.settings, **self.each[number], "address": self.address_of(number),
+            "seed": number, "initial_peers": self._invited,
         }  # fmt: skip
         worker = Worker(self.lab, number + 2, self.folder / f"worker-{number}.log", own)
         self.workers[number].append(worker)

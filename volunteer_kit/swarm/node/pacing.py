@@ -11,7 +11,11 @@ much: bulk then yields until the queue is gone.
 
 p2pd alone buffers megabytes for each peer, in front of the heartbeats: 8 s on a line of 1 Mbit/s that nobody has
 measured yet, or to a receiver that is slow, and a peer that is silent for 5 s is given up. So there is a window for
-each peer, and one for all: what was written since the last heartbeat that was answered.
+each peer, and one for all: what was written since the last heartbeat that was answered. Both grow while heartbeats come
+back in time, and shrink when they are late.
+
+A measurement by one receiver alone may be of that receiver's line. It paces what goes to this receiver, and it is
+forgotten when data go to others.
 """
 
 from __future__ import annotations
