@@ -329,6 +329,25 @@ def test_heartbeats_from_before_the_bulk_open_no_line():
     run(story)
 
 
+def test_heartbeats_to_peers_that_are_sent_little_open_no_line():
+    """Each connection has a queue of its own: one with little to carry answers at once, however full the line is."""
+
+    async def story():
+        flight = Flight()
+        paths = [Path(flight, 0.5 * MBIT) for _ in range(6)]
+        little = Path(flight, 0.5 * MBIT)
+        writing = [asyncio.create_task(path.write_for(60)) for path in paths]
+        for _ in range(200):
+            async with little.window.turn(WRITE, little.ping):
+                little.ping()
+            await asyncio.sleep(0.25)
+        assert flight.size == LEAST_WINDOW and max(path.longest for path in paths) < 3.0
+        for task in writing:
+            task.cancel()
+
+    run(story)
+
+
 def test_what_is_urgent_goes_out_first_and_what_its_receiver_holds_up_holds_up_nothing():
     async def story():
         flight = Flight()

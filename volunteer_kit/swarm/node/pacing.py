@@ -236,7 +236,8 @@ class Window:
             self._growth.shrink(sent_at)
         elif delay < QUEUED and self._was_full:
             self._growth.grow(sent_at, behind)
-        self._flight.passed(sent_at, delay, behind_all)
+        if 4 * behind >= self._most:  # one behind little says nothing: each peer's data wait in a queue of their own
+            self._flight.passed(sent_at, delay, behind_all)
         self._was_full = False
         self._flight.room.set()
 
