@@ -856,8 +856,8 @@ class Engine:
 
 
 def _shared_out(digests: Collection[bytes], action: FetchAnswers) -> dict[str, list[bytes]]:
-    """Share answers out among the peers to be asked first: each to its reducer, whose share fits its line, or else to the
-    sources in turn. One peer with all of them would send for as long as a round takes."""
+    """Share answers out among the peers to be asked first: each to its reducer, whose share fits its line, or else to
+    the sources in turn. One peer with all of them would send for as long as a round takes."""
     reducers = {answer.digest: answer.reducer for answer in action.answers}
     wanted: dict[str, list[bytes]] = {}
     for place, digest in enumerate(sorted(digests)):
