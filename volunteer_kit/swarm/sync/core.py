@@ -680,8 +680,10 @@ class SyncCore:
 
     def _on_refuse(self, sender: str, body: Refuse) -> None:
         lead = self._slot.lead
-        group = {member.peer for member in self._slot.round.group} if self._slot.round is not None else set()
-        if lead is None or sender not in self._electorate() | group or sender in lead.refusals:
+        plan = self._slot.round
+        if lead is not None and plan is not None and any(member.peer == sender for member in plan.group):
+            self._slot.apart.add(sender)
+        if lead is None or sender not in self._electorate() or sender in lead.refusals:
             return
         lead.refusals.add(sender)  # it is not counted on, for this ballot
         if body.promised and body.ballot > lead.ballot and self._contacts[sender].may_outbid(self._head().epoch):
@@ -786,8 +788,7 @@ class SyncCore:
     def _go_on_without_silent(self, plan: Round) -> None:
         """The leader hears everybody: it tells the others whom nobody has to wait for. A member that follows another
         leader takes no part either."""
-        refusals = self._slot.lead.refusals if self._slot.lead is not None else set()
-        here = {*self._in_touch(), self.me.peer} - refusals
+        here = {*self._in_touch(), self.me.peer} - self._slot.apart
         silent = tuple(member.peer for member in plan.group if member.peer not in here)
         if silent:
             for member in plan.group:
@@ -858,6 +859,7 @@ class SyncCore:
 
     def _enter_round(self, plan: Round) -> None:
         self._slot.round, self._slot.exchange_ended = plan, False
+        self._slot.apart.clear()
         self._slot.commitments = None
         shares = self.ledger.send(self.me.peer, plan.slot, plan.fingerprint, self._most_to_send())
         self._persist(self.ledger.record())

@@ -39,6 +39,7 @@ class Slot:
     pause_until: float = 0.0  # s
     reported: int = 0  # samples: the most that this peer reported
     round: Round | None = None
+    apart: set[str] = field(default_factory=set)  # peers that refused `round`, which this peer leads
     exchange_ended: bool = False  # its time is over, the process was asked for what is there
     commitments: CommitmentsHeard | None = None  # of `round`
     fitting: set[Slice] = field(default_factory=set)  # their bytes are here, and were decoded as these cells
