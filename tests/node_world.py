@@ -489,9 +489,9 @@ class Peer:
             self.recomputing.keep(self.lineage, [self.parameters])
 
     async def train(self) -> None:
-        """Microbatches without an end."""
+        """Microbatches without an end, fewer the longer the story goes on: it may take long on a slow machine."""
         while True:
-            await asyncio.sleep(self.pause)
+            await asyncio.sleep(self.pause * 2 ** (len(self.world.deliveries) * 6 // MARKS))
             if self.recomputing is not None:
                 self.recomputing.work_off(0.0)
             if self.trains and self.computes and self.lineage is not None and self.free:

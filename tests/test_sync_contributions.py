@@ -92,6 +92,20 @@ def test_what_both_branches_hold_is_not_lost():
     assert (ledger.committed, ledger.expired) == (0, {Cause.LOST_BRANCH: 10, Cause.ROLLBACK: 30})
 
 
+def test_a_branch_that_wins_after_all_gives_back_what_expired_with_it():
+    """Its entries come one by one, behind the snapshot of it that the peer adopts."""
+    ledger = Ledger(CELLS)
+    ledger.add(10, birth=0)
+    (sent,) = ledger.send("me", b"slot", b"round")
+    ledger.commit(b"entry", "me", [answer(ALL, sent)])
+    ledger.switch([b"entry"], [], "me", Cause.LOST_BRANCH)
+    ledger.switch([b"theirs"], [], "me", Cause.LOST_BRANCH)
+    settled = ledger.commit(b"entry", "me", [answer(ALL, sent)])
+    assert [(each.number, each.cells) for each in settled] == [(0, ALL)]
+    assert (ledger.committed, ledger.expired) == (40, {Cause.LOST_BRANCH: 0})
+    assert ledger.commit(b"entry", "me", [answer(ALL, sent)]) == ()
+
+
 def test_a_process_that_starts_again_has_everything_but_the_round():
     ledger = Ledger(CELLS)
     ledger.add(10, birth=0)

@@ -304,12 +304,13 @@ class Exchange:
         coming = [round.coming[each] for each in reducers if each in round.coming and each not in round.silent]
         began = time.monotonic()
         patience = max(LEAST_LATE, began - round.began)
-        all_came = asyncio.gather(*(each.wait() for each in coming))
+        missing = {asyncio.create_task(each.wait()) for each in coming}
         try:
-            while not all_came.done() and (left := max(began, round.heard_at) + patience - time.monotonic()) > 0:
-                await asyncio.wait({all_came}, timeout=left)
+            while missing and (left := max(began, round.heard_at) + patience - time.monotonic()) > 0:
+                _, missing = await asyncio.wait(missing, timeout=left)
         finally:
-            all_came.cancel()
+            for each in missing:
+                each.cancel()
 
     def settle(self, fingerprint: bytes, answers: Sequence[Answer]) -> None:
         """An entry of the branch is of this round: what it left out is to come in a later one."""

@@ -200,11 +200,13 @@ class Ledger:
                 self._live[each.number] = each._replace(pending=each.pending | each.in_flight, in_flight=0)
 
     def commit(self, lineage: bytes, peer: str, answers: Iterable[Answer]) -> tuple[Settled, ...]:
-        """The entry with this lineage is on our branch; return what it settled of ours."""
+        """The entry with this lineage is on our branch; return what it settled of ours, and of what had expired on a
+        branch that this peer has left."""
         if lineage in self._counted:
             return ()
-        settled = []
-        for number, entered in sorted(cells_of(peer, answers).items()):
+        cells = cells_of(peer, answers)
+        settled = self._unexpire(cells)
+        for number, entered in sorted(cells.items()):
             each = self._live.get(number)
             if each is None or not (mask := entered & (each.pending | each.in_flight)):
                 continue
@@ -223,30 +225,31 @@ class Ledger:
 
         What expired on the lost branch may be committed on the other one as well.
         """
-        gone = self._lately
-        self._lately = []
         for lineage in lost:
             for each in self._counted.pop(lineage, ()):
                 self.committed -= each.sample_cells
-                gone.append((cause, each))
+                self._lately.append((cause, each))
                 self.expired[cause] = self.expired.get(cause, 0) + each.sample_cells
         for lineage, answers in gained:
             self.commit(lineage, peer, answers)
-            entered = cells_of(peer, answers)
-            again = []
-            for place, (why, each) in enumerate(gone):
-                found = each._replace(cells=each.cells & entered.get(each.number, 0))
-                if found.cells:
-                    self.expired[why] -= found.sample_cells
-                    gone[place] = (why, each._replace(cells=each.cells & ~found.cells))
-                    again.append(found)
-            self._count(lineage, again)
-        self._lately = [(why, each) for why, each in gone if each.cells][-EXPIRED_KEPT:]
+        del self._lately[:-EXPIRED_KEPT]
+
+    def _unexpire(self, entered: Mapping[int, int]) -> list[Settled]:
+        """Take back what expired lately, where these cells of contributions hold it."""
+        found = []
+        for place, (why, each) in enumerate(self._lately):
+            again = each._replace(cells=each.cells & entered.get(each.number, 0))
+            if again.cells:
+                self.expired[why] -= again.sample_cells
+                self._lately[place] = (why, each._replace(cells=each.cells & ~again.cells))
+                found.append(again)
+        self._lately = [(why, each) for why, each in self._lately if each.cells]
+        return found
 
     def _count(self, lineage: bytes, settled: Sequence[Settled]) -> None:
         self.committed += sum(each.sample_cells for each in settled)
         if settled:
-            self._counted[lineage] = (*self._counted.get(lineage, ()), *settled)
+            self._counted[lineage] = tuple(settled)
 
     def forget_entries(self, kept: set[bytes]) -> None:
         """Entries that left the log can no longer be lost."""

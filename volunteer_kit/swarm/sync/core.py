@@ -127,6 +127,7 @@ class _Fetching(NamedTuple):
     source: str
     since: float  # s
     snapshot: Snapshot | None = None  # it is here, and waits for the source's items behind it
+    mends: bool = False  # it is here and on our branch, and waits for answers of steps behind it
 
 
 class SyncCore:
@@ -190,7 +191,8 @@ class SyncCore:
 
     @property
     def weighed(self) -> bytes | None:
-        """The lineage of a snapshot that is here and may be adopted yet: its source says what it has behind it."""
+        """The lineage of a snapshot that is here and may be used yet: its source says what it has behind it, or answers
+        of steps behind it are on their way."""
         fetching = self._fetching
         return fetching.snapshot.head.lineage if fetching is not None and fetching.snapshot is not None else None
 
@@ -450,7 +452,8 @@ class SyncCore:
                 self._give_up_round()
                 self._next_turn()  # this peer may be cut off in one direction
             elif self._slot.lead is lead and lead.outbid is not None and self.phase is Phase.COLLECTING:
-                self._outbid(lead)
+                if not quorum or self._slot.failures > 0:
+                    self._outbid(lead)  # it is needed
         else:
             for peer in sorted(self._electorate() - {self.me.peer}):
                 self._send(peer, Ask(lead.ballot))
@@ -594,11 +597,13 @@ class SyncCore:
             elif report.ballot > lead.ballot:
                 lead.strays[sender] = lead.strays.get(sender, 0) + 1
                 if lead.strays[sender] > STRAYS:
-                    lead.refusals.add(sender)  # it does not come back: it is not counted on
+                    lead.refusals.setdefault(sender, False)  # it does not come back: it is not counted on
                 elif self._hears_quorum():
                     self._send(sender, Refuse(lead.ballot, False))  # it counted alone
-            elif lead.strays.pop(sender, 0):
-                lead.refusals.discard(sender)
+            elif report.ballot == lead.ballot:
+                lead.strays.pop(sender, None)
+                if not lead.refusals.get(sender, True):
+                    del lead.refusals[sender]  # it has come
             self._begin_if_ready()
         elif report.ballot.turn > self._slot.turn and sender in self._membership().view:
             if self._hears_leader():
@@ -634,12 +639,18 @@ class SyncCore:
         if ballot < promised:
             self._send(sender, Refuse(promised, True))
             return False
-        above = ballot > followed and ballot > promised and not proven
-        if (ballot < followed or above) and self._hears_leader():
+        above = ballot > promised and not proven and self._is_called_away(ballot)
+        if above or (ballot < followed and self._hears_leader()):
             self._send(sender, Refuse(followed, False))
             return False
         self._slot.note_ballot(ballot, self._now, self.config.leader_timeout)
         return True
+
+    def _is_called_away(self, ballot: Ballot) -> bool:
+        """Whether this ballot is above that of another leader that we hear. A leader that counts higher itself has left
+        its lower ballot."""
+        followed = self._ballot_followed()
+        return ballot > followed and ballot.leader != followed.leader and self._hears_leader()
 
     def _may_lead(self, ballot: Ballot) -> bool:
         """Whether this peer may have this turn at all. Strangers to the view have one only when no public member is in
@@ -664,7 +675,7 @@ class SyncCore:
             return
         if ballot < self._slot.acceptor.promised:
             self._send(sender, Refuse(self._slot.acceptor.promised, True))
-        elif ballot > self._slot.acceptor.promised and self._hears_leader() and ballot > self._ballot_followed():
+        elif ballot > self._slot.acceptor.promised and self._is_called_away(ballot):
             self._send(sender, Refuse(self._ballot_followed(), False))
         else:
             if ballot > self._slot.acceptor.promised:
@@ -681,11 +692,13 @@ class SyncCore:
     def _on_refuse(self, sender: str, body: Refuse) -> None:
         lead = self._slot.lead
         plan = self._slot.round
-        if lead is not None and plan is not None and any(member.peer == sender for member in plan.group):
+        if lead is None or body.ballot == lead.ballot or (body.promised and body.ballot < lead.ballot):
+            return  # it refused an earlier ballot of ours
+        if plan is not None and any(member.peer == sender for member in plan.group):
             self._slot.apart.add(sender)
-        if lead is None or sender not in self._electorate() or sender in lead.refusals:
+        if sender not in self._electorate() or sender in lead.refusals:
             return
-        lead.refusals.add(sender)  # it is not counted on, for this ballot
+        lead.refusals[sender] = body.promised  # it is not counted on, unless it may come and does
         if body.promised and body.ballot > lead.ballot and self._contacts[sender].may_outbid(self._head().epoch):
             lead.outbid = max(body.ballot, lead.outbid or body.ballot)
 
@@ -1279,7 +1292,7 @@ class SyncCore:
         if self._now < self._contacts[sender].avoided_until:
             return
         fetching = self._fetching
-        if fetching is not None and fetching.snapshot is not None and fetching.source == sender:
+        if fetching is not None and fetching.snapshot is not None and not fetching.mends and fetching.source == sender:
             if body.items and body.after == fetching.snapshot.head.lineage:
                 self._weigh(fetching, fetching.snapshot, body.items)
             return
@@ -1421,6 +1434,9 @@ class SyncCore:
                 self._set_timer(Timer.PHASE, self._clock.until)
             self._replay_on()
             return
+        fetching = self._fetching
+        if fetching is not None and fetching.snapshot is not None and fetching.mends:
+            self._mend(fetching.source, fetching.snapshot)
         considered = self._slot.considered
         if considered is not None:
             self._accept_if_fitting(considered, event.digests if not event.fitting else frozenset())
@@ -1463,9 +1479,11 @@ class SyncCore:
 
     def _tick_snapshot(self, fetching: _Fetching) -> None:
         patience = self.config.snapshot_patience if fetching.snapshot is None else self.config.fetch_patience
+        if fetching.mends:
+            patience = self._fetch_patience()
         if self._now - fetching.since > patience:
             self._snapshot_failed(fetching.source)
-        elif fetching.snapshot is not None:
+        elif fetching.snapshot is not None and not fetching.mends:
             self._ask_behind(fetching.source, fetching.snapshot)
 
     def _ask_behind(self, source: str, snapshot: Snapshot) -> None:
@@ -1474,7 +1492,7 @@ class SyncCore:
     def _on_snapshot_taken(self, event: SnapshotTaken) -> None:
         fetching, self._fetching = self._fetching, None
         source, snapshot = (fetching.source if fetching is not None else CHECKPOINT), event.snapshot
-        if self._use_snapshot(snapshot):
+        if self._use_snapshot(source, snapshot):
             self._contacts[source].useless = 0
         elif source != CHECKPOINT and self._may_lead_ahead(snapshot):
             self._fetching = _Fetching(source, self._now, snapshot)
@@ -1482,15 +1500,15 @@ class SyncCore:
         else:
             self._snapshot_failed(source)
 
-    def _use_snapshot(self, snapshot: Snapshot) -> bool:
-        """Adopt it if it is ahead of us, on our branch or on one that wins; return whether it was of use."""
+    def _use_snapshot(self, source: str, snapshot: Snapshot) -> bool:
+        """Adopt it if it is ahead of us, on our branch or on one that wins; return whether it is of use."""
         if not snapshot.items or not is_chain(snapshot.items):
             return False
         if self.log is None:
             self._adopt(snapshot, None)
             return True
         if self._damaged and snapshot.head.lineage in self.log:
-            return self._repair(snapshot)
+            return self._mend(source, snapshot)
         if self._lineage() in Log(snapshot.items, len(snapshot.items)):
             if snapshot.head.lineage != self._lineage():
                 self._adopt(snapshot, self._head())
@@ -1603,18 +1621,24 @@ class SyncCore:
         if here:
             self._fetch_snapshot(min(here, key=lambda peer: (not self._contacts[peer].member.public, peer)))
 
-    def _repair(self, snapshot: Snapshot) -> bool:
-        """Take the parameters of a snapshot that is where we are, or some steps behind, and take those steps again."""
+    def _mend(self, source: str, snapshot: Snapshot) -> bool:
+        """Take the parameters of a snapshot that is where we are, or some steps behind, and take those steps again;
+        return whether that can be. Answers that are not here are fetched first."""
         assert self.log is not None
-        items = self.log.behind(snapshot.head.lineage)
-        if any(isinstance(item.step, RollbackOrder) or self._lacks(item) for item in items):
+        self._fetching = None
+        if not self._damaged or snapshot.head.lineage not in self.log:
             return False
+        items = self.log.behind(snapshot.head.lineage)
+        if any(isinstance(item.step, RollbackOrder) for item in items):
+            return False
+        missing = frozenset().union(*(self._missing(item.step) for item in items if isinstance(item.step, Entry)))
+        if missing:
+            self._fetching = _Fetching(source, self._now, snapshot, mends=True)
+            self._do(FetchAnswers(missing, self._spread({source, *self._at_head()})))
+            return True
         self._do(Repair(snapshot, items))
         self._damaged = False
         return True
-
-    def _lacks(self, item: LogItem) -> bool:
-        return isinstance(item.step, Entry) and bool(self._missing(item.step))
 
     # --- branches and rollbacks ---
 
@@ -1877,8 +1901,9 @@ class SyncCore:
         return [peer for peer in self._contacts.at(self._lineage(), self._now) if peer not in self._goodbyes]
 
     def _hears_quorum(self) -> bool:
-        refusals = self._slot.lead.refusals if self._slot.lead is not None else set()
-        hears = set(self._at_head()) - refusals
+        hears = set(self._at_head())
+        if self._slot.lead is not None:
+            hears -= self._slot.lead.refusals.keys()
         return is_quorum(self._electorate(), hears | {self.me.peer}, self._left())
 
     def _audience(self) -> list[str]:

@@ -26,7 +26,7 @@ class Leadership:
     active: bool
     since: float  # s
     promises: dict[str, Promise] = field(default_factory=dict)
-    refusals: set[str] = field(default_factory=set)  # peers that follow another ballot
+    refusals: dict[str, bool] = field(default_factory=dict)  # peers that follow another ballot: are they bound to it?
     strays: dict[str, int] = field(default_factory=dict)  # how often each reported a higher turn
     attempts: int = 0  # rounds begun
     held: dict[str, tuple[Answer, ...]] = field(default_factory=dict)  # answers that members have, of this round

@@ -68,11 +68,15 @@ class Slot:
         self.rounds_failed = 0
 
     def follow(self, ballot: Ballot, now: float) -> None:
-        """This ballot's leader speaks."""
+        """This ballot's leader speaks. To count higher gives it no more time and no more rounds."""
         if self.lead is not None and self.lead.ballot != ballot:
             self.lead = None
         if ballot.turn != self.turn:
+            followed = self.followed if self.followed is not None and self.followed.turn == self.turn else None
+            began, failed = self.turn_began, self.rounds_failed
             self.follow_turn(ballot.turn, now)
+            if followed is not None and followed.leader == ballot.leader:
+                self.turn_began, self.rounds_failed = began, failed
         self.followed = ballot
 
     def note_ballot(self, ballot: Ballot, now: float, timeout: float) -> bool:
