@@ -1,14 +1,16 @@
 """How much of their time do devices compute for the swarm, behind home lines? The kit at three kinds of lines, and at
 20/10 Mbit/s beside plain hivemind and DDP; there with smaller batches and with local steps as well.
 
-    python benchmarks/home_links.py                                    some 40 minutes
+    python benchmarks/home_links.py                                    some 50 minutes
     python benchmarks/home_links.py --only kit --seconds 40            the kit's rows alone
     python benchmarks/home_links.py --swarm grad_compression=sparse
     python benchmarks/home_links.py --full                             longer; stored under benchmarks/results/
 
 Eight workers, real processes of real swarms, each in a network namespace behind its own shaped line, with devices whose
 speeds are 1 to 16 apart. Devices are emulated by a pause around a small real backward pass (home_parts/device.py), time
-is dilated (home_parts/material.py). It takes root and iproute2.
+is dilated (home_parts/material.py). A trial is measured for some twelve epochs, from the slowest worker's third step
+on: before it the first rounds have all answers come from one founder, which the row tells as its warm-up. It takes root
+and iproute2.
 """
 
 from __future__ import annotations
@@ -130,6 +132,7 @@ def figures(found: list[Outcome]) -> dict:
         told[f"goodput_{line}"] = outcome.goodput
         told[f"complete_groups_{line}"] = outcome.total.complete / max(1, outcome.total.steps)
         told[f"kilobytes_per_sample_{line}"] = outcome.bytes_per_sample() / 1e3
+        told[f"warm_up_s_{line}"] = outcome.warm_up
     ours = {end: one for one in those("kit") for end in AT_20_10 if one.trial.name.endswith(f", {end}")}
     for name, system in (("hivemind", "stock"), ("ddp", "ddp")):
         if not those(system):
@@ -151,7 +154,7 @@ def figures(found: list[Outcome]) -> dict:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="of each trial, measured")
+    parser.add_argument("--seconds", type=float, default=180, help="of each trial, measured")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--model", choices=MODELS, help=f"of all trials; {MODEL}, and by line {MODEL_OF}")
     parser.add_argument("--dilation", type=float, default=10, help="s of the original that 1 s stands for")

@@ -124,7 +124,8 @@ def scaled(line: Line, by: float) -> Line:
 
 @dataclass
 class Outcome:
-    """What a trial came to. `pressure`: share of the time in which somebody stood ready for a core and had none."""
+    """What a trial came to. `pressure`: share of the time in which somebody stood ready for a core and had none.
+    `warm_up`: s from the start until the measured time began."""
 
     trial: Trial
     accounts: list[Account]
@@ -132,6 +133,7 @@ class Outcome:
     rounds: list[float]  # s
     pressure: float
     failures: dict[str, int]
+    warm_up: float
 
     @property
     def total(self) -> Account:
@@ -164,19 +166,19 @@ class Outcome:
             f"{ledger.middle(self.rounds):>8.1f}{total.complete / steps:>9.2f}{total.failed:>5}/{total.steps:<5}"
             f"{8e-6 * total.wire_sent / max(1e-9, total.wall):>8.2f}"
             f"{8e-6 * total.control_sent / max(1e-9, total.wall):>8.2f}{self.bytes_per_sample() / 1e3:>10.1f}"
-            f"{ledger.last_loss(self.curve):>9.3f}"
+            f"{ledger.last_loss(self.curve):>9.3f}{self.warm_up:>9.0f}"
         )
 
 
 HEAD = (
     f"{'':<34}{'goodput':>8}{'lost':>8}{'waiting':>8}{'(own)':>8}{'cont.':>8}{'pressure':>9}{'round s':>8}"
-    f"{'complete':>9}{'failed':>8}   {'Mbit/s':>8}{'(ctrl)':>8}{'kB/sample':>10}{'loss':>9}"
+    f"{'complete':>9}{'failed':>8}   {'Mbit/s':>8}{'(ctrl)':>8}{'kB/sample':>10}{'loss':>9}{'warm-up':>9}"
 )
 WORDS = """goodput: seconds of devices whose samples entered an applied step / (wall seconds - contention); lost:
 computed, and not applied; waiting: between microbatches, of which (own) is what the optimizer itself computed; cont.:
 contention, of the wall seconds; pressure: of the time, somebody on this machine wanted a core and had none; complete:
 steps in a group of all; Mbit/s: sent by a worker, headers included, (ctrl) all but gradients and averages, of the kit
-only; kB/sample: sent, for each applied sample"""
+only; kB/sample: sent, for each applied sample; warm-up: s that passed before, until the slowest worker's third step"""
 
 
 def perform(trial: Trial, keep: Path | None = None) -> Outcome:
@@ -216,4 +218,5 @@ def settle(trial: Trial, events: list[list[dict]], began: float, begin: float, e
         rounds=ledger.round_seconds(events, begin, end),
         pressure=pressed,
         failures=failures,
+        warm_up=begin - began,
     )
