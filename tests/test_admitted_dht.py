@@ -33,7 +33,6 @@ from volunteer_kit.swarm.net.access.dht_auth import (
     TURN,
     UNSIGNED,
     AdmittedDHTProtocol,
-    OpenDHTProtocol,
 )
 from volunteer_kit.swarm.net.dht_routing import BATCH, MAX_REPLACEMENTS
 from volunteer_kit.swarm.net.dht_storage import BoundedStorage
@@ -264,7 +263,7 @@ def test_an_answer_that_would_outlive_all_others_is_not_believed(node):
 @pytest.fixture
 def open_node():
     """Of a run without an authority."""
-    node = OpenDHTProtocol(_initialized_with_create=True)
+    node = AdmittedDHTProtocol(_initialized_with_create=True)
     node.admission, node.record_validator, node.client_mode = Admission(), Guard(), False
     set_up(node)
     return node

@@ -416,6 +416,19 @@ def test_an_identity_that_another_peer_uses(config, first):
     assert daemons(first.identity_path) == before and first.dht.is_alive(), "the other peer goes on"
 
 
+def test_plain_hivemind_nodes_and_ours_understand_each_other_in_an_open_run(first):
+    assert first.dht.store("from us", 1, expiration_time=time.time() + 60)
+    script = (
+        "import hivemind, time\n"
+        f"dht = hivemind.DHT({first.visible_maddrs()}, host_maddrs={LOOPBACK}, start=True)\n"
+        "print(dht.get('from us', latest=True).value, dht.store('from them', 2, expiration_time=time.time() + 60))\n"
+        "dht.shutdown()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "True"], done.stderr
+    assert first.dht.get("from them", latest=True).value == 2
+
+
 def test_an_identity_file_that_is_no_key(config, tmp_path):
     path = tmp_path / "identity.key"
     path.write_bytes(b"no key")

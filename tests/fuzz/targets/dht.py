@@ -23,7 +23,7 @@ from tests.fuzz.target import Registry
 from tests.fuzz.targets.common import CALLER, MEMBERS, UNREADABLE, call, loop, run_keys
 from tests.somebody import Somebody, record_of
 from volunteer_kit.swarm.net.access.control import Admission, NotAdmitted
-from volunteer_kit.swarm.net.access.dht_auth import AdmittedDHTProtocol, OpenDHTProtocol
+from volunteer_kit.swarm.net.access.dht_auth import AdmittedDHTProtocol
 from volunteer_kit.swarm.net.dht_storage import BoundedStorage
 from volunteer_kit.swarm.net.identity import peer_id_of_owner
 from volunteer_kit.swarm.records.peer_record import PeersSchema, peers_key
@@ -47,7 +47,7 @@ _validator = CompositeValidator(
 )
 
 
-def _node(kind: type[AdmittedDHTProtocol], admission: Admission) -> Any:
+def _node(admission: Admission, kind: type[AdmittedDHTProtocol] = AdmittedDHTProtocol) -> Any:
     node = kind(_initialized_with_create=True)
     node.record_validator, node.client_mode, node.admission = _validator, False, admission
     node.cache = DHTLocalStorage()
@@ -60,11 +60,11 @@ def _node(kind: type[AdmittedDHTProtocol], admission: Admission) -> Any:
 
 
 def _open_node() -> Any:
-    return _node(OpenDHTProtocol, Admission())
+    return _node(Admission())
 
 
 def _run_node() -> Any:
-    return _node(AdmittedDHTProtocol, run_keys().admission(own=MEMBERS[0], bob=CALLER, cleo=MEMBERS[2]))
+    return _node(run_keys().admission(own=MEMBERS[0], bob=CALLER, cleo=MEMBERS[2]))
 
 
 def _of(value: Any) -> bytes:
@@ -180,7 +180,7 @@ class _Checked:
         return response
 
 
-_asking = _node(Asking, run_keys().admission(own=MEMBERS[0], bob=CALLER))
+_asking = _node(run_keys().admission(own=MEMBERS[0], bob=CALLER), Asking)
 _asking._patience = Deadline(5.0, floor=2.0)
 
 

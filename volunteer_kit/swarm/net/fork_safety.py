@@ -29,7 +29,7 @@ from hivemind.utils import MPFuture, get_logger
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.net import shared_futures
 from volunteer_kit.swarm.net.access.control import Admission
-from volunteer_kit.swarm.net.access.dht_auth import AdmittedDHTProtocol, OpenDHTProtocol
+from volunteer_kit.swarm.net.access.dht_auth import AdmittedDHTProtocol
 from volunteer_kit.swarm.net.bounded_names import bound_names
 from volunteer_kit.swarm.net.children import LastWords, PeerProcesses
 from volunteer_kit.swarm.net.daemon_link import DaemonLink
@@ -239,9 +239,7 @@ class LeanDHT(hivemind.DHT):
         hold_tasks(hivemind.dht.dht)
         self._inner_pipe = Inbox(self._inner_pipe)
         asyncio.subprocess.create_subprocess_exec = DaemonLink(self.last_words, self.sockets).start_daemon
-        protocol = OpenDHTProtocol if self.admission.is_open else AdmittedDHTProtocol
-        protocol.admission = self.admission  # in this process, which is the node's alone
-        hivemind.dht.node.DHTProtocol = protocol
+        hivemind.dht.node.DHTProtocol = AdmittedDHTProtocol.set_up(self.admission)
         hivemind.dht.dht.DHTNode = ThriftyDHTNode
         hivemind.dht.node.P2P = AnyFamilyP2P
         super().run()

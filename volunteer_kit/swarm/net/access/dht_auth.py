@@ -51,10 +51,18 @@ SIGNATURE_BEGINS = RSASignatureValidator.SIGNATURE_FORMAT.partition(b"_value_")[
 
 
 class AdmittedDHTProtocol(TimedDHTProtocol):
-    """hivemind's protocol with the run's admission, and bounds on what a call can make a node keep, send or do. The
-    class is set up in the DHT's own process, for the one node that lives there."""
+    """hivemind's protocol with the run's admission, and bounds on what a call can make a node keep, send or do."""
 
     admission = Admission()
+
+    @classmethod
+    def set_up(cls, admission: Admission) -> type[AdmittedDHTProtocol]:
+        """Set up the class in a DHT's own process, for the one node that lives there. libp2p knows calls by the class's
+        name: in an open run they have hivemind's, so plain hivemind nodes understand them."""
+        cls.admission = admission
+        if admission.is_open:
+            cls.__name__ = DHTProtocol.__name__
+        return cls
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> AdmittedDHTProtocol:
@@ -321,13 +329,6 @@ class ShowingStub:
         if response.peer.node_id and not is_node_id(response.peer.node_id):
             response.peer.node_id = b""
         return response
-
-
-class OpenDHTProtocol(AdmittedDHTProtocol):
-    """The same for an open run. libp2p knows its calls by hivemind's name, so plain hivemind nodes understand them."""
-
-
-OpenDHTProtocol.__name__ = DHTProtocol.__name__
 
 
 def is_whole(request: dht_pb2.StoreRequest) -> bool:
