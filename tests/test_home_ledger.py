@@ -34,6 +34,15 @@ def test_what_was_under_way_counts_for_the_window_in_which_it_was_computed(befor
     assert account(steps[:2], speed=10 / 9, workers=2, begin=5.0, end=25.0).samples == 10
 
 
+def test_a_backlog_that_several_steps_take_is_of_the_window_in_which_it_was_computed():
+    """A worker that was late for the first rounds brings what it has computed in all later ones."""
+    steps = [step(1, pending=25), *(step(epoch, samples=18) for epoch in range(2, 5)), step(5, pending=7, samples=18)]
+    steps += [step(6, samples=4), step(7, samples=9)]
+    found = account(steps, speed=10 / 9, workers=2, begin=5.0, end=55.0, carries=True)
+    assert found.samples == 4 * 18 - 25 + 7
+    assert account(steps, speed=10 / 9, workers=2, begin=5.0, end=55.0).samples == 4 * 18 - 18 + 4
+
+
 def test_the_time_of_a_worker_that_is_stuck_counts():
     """Its download took the rest of the trial: it makes no step any more, and is no less a device for that."""
     beat = {**step(5), "event": "beat", "at": 50.0}

@@ -1,8 +1,9 @@
 """What the workers' events come to: goodput, where the rest of the seconds went, bytes, rounds, and time to a loss.
 
 goodput = seconds of devices whose samples entered an applied global step / (wall seconds of devices - contention).
-A worker's window is from one of its steps to another. What it had computed for the next one at the window's beginning
-is not of the window, and at its end it is, as far as the next one took it. A worker that has made no step for longer
+A worker's window is from one of its steps to another. What it had computed and not brought in at the window's beginning
+is not of the window, and at its end it is, as far as steps took it: the next one, or all later ones of a system that
+carries samples on. A worker that has made no step for longer
 than OVERDUE of its usual ones is stuck, and its window goes on to the end.
 """
 
@@ -50,9 +51,18 @@ class Account:
         return seconds / max(1e-9, self.wall - self.contention)
 
 
-def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
+def account(
+    events: Sequence[dict], speed: float, workers: int, begin: float, end: float, carries: bool = False
+) -> Account:
     """Settle one worker's account, from its first step after `begin` to the last before `end` (time.monotonic()) that
-    another one followed, or to `end` if it is stuck. Each step says how many samples are `pending` for the next one."""
+    another one followed, or to `end` if it is stuck. Each step says how many samples are `pending`.
+
+    :param carries: what the next step does not take, a later one may; else it is gone
+    """
+
+    def taken(pending: int, later: Sequence[dict]) -> int:
+        return min(pending, sum(step["samples"] for step in (later if carries else later[:1])))
+
     steps = [event for event in events if event["event"] == "step" and begin <= event["at"] <= end]
     if not steps:
         return Account()
@@ -63,15 +73,15 @@ def account(events: Sequence[dict], speed: float, workers: int, begin: float, en
     elif len(steps) < 2:
         return Account()
     else:
-        after = next((e for e in events if e["event"] == "step" and e["at"] > last["at"]), None)
-        if after is None and len(steps) > 2:
-            *steps, after = steps
+        after = [e for e in events if e["event"] == "step" and e["at"] > last["at"]]
+        if not after and len(steps) > 2:
+            after, steps = steps[-1:], steps[:-1]
             last = steps[-1]
         # where nothing is known of it, as much at the end as at the beginning
-        under_way = min(last["pending"], after["samples"]) if after else min(first["pending"], steps[1]["samples"])
+        under_way = taken(last["pending"], after) if after else taken(first["pending"], steps[1:])
     grown = {name: last[name] - first[name] for name in COUNTERS}
     applied = sum(step["samples"] for step in steps[1:]) + under_way
-    applied -= min(first["pending"], steps[1]["samples"]) if steps[1:] else 0
+    applied -= taken(first["pending"], steps[1:])
     return Account(
         wall=last["at"] - first["at"],
         applied=applied / speed,
