@@ -34,13 +34,19 @@ def test_what_was_under_way_counts_for_the_window_in_which_it_was_computed(befor
     assert account(steps[:2], speed=10 / 9, workers=2, begin=5.0, end=25.0).samples == 10
 
 
-def test_a_backlog_that_several_steps_take_is_of_the_window_in_which_it_was_computed():
-    """A worker that was late for the first rounds brings what it has computed in all later ones."""
-    steps = [step(1, pending=25), *(step(epoch, samples=18) for epoch in range(2, 5)), step(5, pending=7, samples=18)]
-    steps += [step(6, samples=4), step(7, samples=9)]
-    found = account(steps, speed=10 / 9, workers=2, begin=5.0, end=55.0, carries=True)
-    assert found.samples == 4 * 18 - 25 + 7
-    assert account(steps, speed=10 / 9, workers=2, begin=5.0, end=55.0).samples == 4 * 18 - 18 + 4
+def test_a_backlog_is_of_the_window_in_which_it_was_computed():
+    """A worker of the kit was late for the first rounds. A part of its backlog expires, the rest comes in over several
+    steps; neither is of the window. At its end of 9 pending samples 7 come in."""
+
+    def told(epoch: int, computed: int, committed: int, pending: int, samples: int = 10) -> dict:
+        totals = {"computed": computed, "committed": committed, "pending": pending}
+        return step(epoch, samples=samples, pending=pending, totals=totals)
+
+    steps = [told(1, 40, 0, 40), told(2, 50, 15, 20), told(3, 60, 30, 15), told(4, 70, 46, 9), told(5, 79, 53, 9, 7)]
+    found = account(steps, speed=10 / 9, workers=2, begin=5.0, end=45.0)
+    assert found.samples == 30 - 2
+    unlucky = [*steps[:3], told(4, 70, 16, 9), told(5, 79, 23, 9, 7)]  # 45 expired, of which the backlog was 40
+    assert account(unlucky, speed=10 / 9, workers=2, begin=5.0, end=45.0).samples == 30 - 5 - 2
 
 
 def test_the_time_of_a_worker_that_is_stuck_counts():

@@ -2,9 +2,9 @@
 
 goodput = seconds of devices whose samples entered an applied global step / (wall seconds of devices - contention).
 A worker's window is from one of its steps to another. What it had computed and not brought in at the window's beginning
-is not of the window, and at its end it is, as far as steps took it: the next one, or all later ones of a system that
-carries samples on. A worker that has made no step for longer
-than OVERDUE of its usual ones is stuck, and its window goes on to the end.
+is not of the window, and at its end it is, as far as the next step took it. The kit carries samples on over several
+steps, and tells what became of all: there any later step counts, and what expires is the oldest. A worker that has made
+no step for longer than OVERDUE of its usual ones is stuck, and its window goes on to the end.
 """
 
 from __future__ import annotations
@@ -51,23 +51,17 @@ class Account:
         return seconds / max(1e-9, self.wall - self.contention)
 
 
-def account(
-    events: Sequence[dict], speed: float, workers: int, begin: float, end: float, carries: bool = False
-) -> Account:
+def account(events: Sequence[dict], speed: float, workers: int, begin: float, end: float) -> Account:
     """Settle one worker's account, from its first step after `begin` to the last before `end` (time.monotonic()) that
-    another one followed, or to `end` if it is stuck. Each step says how many samples are `pending`.
-
-    :param carries: what the next step does not take, a later one may; else it is gone
-    """
-
-    def taken(pending: int, later: Sequence[dict]) -> int:
-        return min(pending, sum(step["samples"] for step in (later if carries else later[:1])))
-
+    another one followed, or to `end` if it is stuck. Each step says how many samples are `pending`, and of the kit what
+    became of all (`totals`)."""
     steps = [event for event in events if event["event"] == "step" and begin <= event["at"] <= end]
     if not steps:
         return Account()
-    first, last, under_way = steps[0], steps[-1], 0
-    if end - last["at"] > OVERDUE * usual_interval(events, end - begin):
+    first, last = steps[0], steps[-1]
+    after: list[dict] = []
+    is_stuck = end - last["at"] > OVERDUE * usual_interval(events, end - begin)
+    if is_stuck:
         last = max((e for e in events if e["event"] in ("beat", "step") and e["at"] <= end), key=lambda e: e["at"])
         last = {**last, "between": last["between"] + end - last["at"], "at": end}
     elif len(steps) < 2:
@@ -77,11 +71,8 @@ def account(
         if not after and len(steps) > 2:
             after, steps = steps[-1:], steps[:-1]
             last = steps[-1]
-        # where nothing is known of it, as much at the end as at the beginning
-        under_way = taken(last["pending"], after) if after else taken(first["pending"], steps[1:])
     grown = {name: last[name] - first[name] for name in COUNTERS}
-    applied = sum(step["samples"] for step in steps[1:]) + under_way
-    applied -= taken(first["pending"], steps[1:])
+    applied = _applied_of_the_kit(first, last, after) if "totals" in first else _applied(steps, after, is_stuck)
     return Account(
         wall=last["at"] - first["at"],
         applied=applied / speed,
@@ -97,6 +88,32 @@ def account(
         samples=applied,
         parts_sent=sum(step.get("bytes_sent", 0) for step in steps[1:]),
     )
+
+
+def _applied(steps: Sequence[dict], after: Sequence[dict], is_stuck: bool) -> float:
+    """Samples of the window that were applied, where only the next step takes what is pending."""
+    brought = min(steps[0]["pending"], steps[1]["samples"]) if steps[1:] else 0
+    if is_stuck:
+        under_way = 0
+    elif after:
+        under_way = min(steps[-1]["pending"], after[0]["samples"])
+    else:
+        under_way = brought  # where nothing is known of it, as much at the end as at the beginning
+    return sum(step["samples"] for step in steps[1:]) + under_way - brought
+
+
+def _applied_of_the_kit(first: dict, last: dict, after: Sequence[dict]) -> float:
+    """Samples of the window that were applied, by their totals: all that was computed, less what expired beyond the
+    backlog that the window began with, and less what is pending at its end and no later step took."""
+
+    def expired(event: dict) -> float:
+        totals = event["totals"]
+        return totals["computed"] - totals["committed"] - totals["pending"]
+
+    computed = last["totals"]["computed"] - first["totals"]["computed"]
+    lost = max(0.0, expired(last) - expired(first) - first["totals"]["pending"])
+    left = max(0.0, last["totals"]["pending"] - sum(step["samples"] for step in after))
+    return max(0.0, computed - lost - left)
 
 
 def usual_interval(events: Sequence[dict], otherwise: float) -> float:

@@ -212,7 +212,7 @@ def settle(trial: Trial, events: list[list[dict]], began: float, begin: float, e
     return Outcome(
         trial=trial,
         accounts=[
-            ledger.account(one, speed, workers, begin, end, carries=trial.system == "kit")
+            ledger.account(one, speed, workers, begin, end)
             for one, speed in zip(events, trial.speeds, strict=True)
         ],
         curve=[(s, loss) for s, loss in ledger.losses(events, began) if s <= end - began],
