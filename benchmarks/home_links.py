@@ -1,7 +1,7 @@
 """How much of their time do devices compute for the swarm, behind home lines? The kit at three kinds of lines, and at
 20/10 Mbit/s beside plain hivemind and DDP; there with smaller batches and with local steps as well.
 
-    python benchmarks/home_links.py                                    some 50 minutes
+    python benchmarks/home_links.py                                    some 55 minutes
     python benchmarks/home_links.py --only kit --seconds 40            the kit's rows alone
     python benchmarks/home_links.py --swarm grad_compression=sparse
     python benchmarks/home_links.py --full                             longer; stored under benchmarks/results/

@@ -959,7 +959,7 @@ def test_a_leader_that_counts_higher_is_followed_at_once():
 
 @pytest.mark.parametrize("refusals", [1, 5])
 def test_a_member_that_refused_and_comes_is_counted_on(refusals):
-    """What it refused was an earlier ballot; without it the leader has no quorum."""
+    """It refused an earlier ballot. The leader has no quorum without it."""
     swarm = Swarm(names="abc", target=3)
     swarm.train(5)
     before = swarm.epochs

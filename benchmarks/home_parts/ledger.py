@@ -1,10 +1,10 @@
 """What the workers' events come to: goodput, where the rest of the seconds went, bytes, rounds, and time to a loss.
 
 goodput = seconds of devices whose samples entered an applied global step / (wall seconds of devices - contention).
-A worker's window is from one of its steps to another. What it had computed and not brought in at the window's beginning
-is not of the window, and at its end it is, as far as the next step took it. The kit carries samples on over several
-steps, and tells what became of all: there any later step counts, and what expires is the oldest. A worker that has made
-no step for longer than OVERDUE of its usual ones is stuck, and its window goes on to the end.
+A worker's window is from one of its steps to another. Samples belong to the window in which they were computed, as far
+as a step took them: the next one, or in the kit any later one. The kit's peers tell what became of all samples, and the
+oldest expire first. A worker that has made no step for longer than OVERDUE of its usual ones is stuck, and its window
+goes on to the end.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def scaled(line: Line, by: float) -> Line:
 
 @dataclass
 class Outcome:
-    """What a trial came to. `pressure`: share of the time in which somebody stood ready for a core and had none.
+    """The result of a trial. `pressure`: share of the time in which somebody stood ready for a core and had none.
     `warm_up`: s from the start until the measured time began."""
 
     trial: Trial
