@@ -52,6 +52,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(hivemind.dht.node, "DHTProtocol", TimedDHTProtocol)
     for kept in ("_rpc_handlers", "_stub_type"):  # hivemind keeps them with the class, where those derived find them
         monkeypatch.setattr(TimedDHTProtocol, kept, None)
+        monkeypatch.setattr(DHTProtocol, kept, None)
 
 
 def count_calls(node: ThriftyDHTNode) -> Counter:
