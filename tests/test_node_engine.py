@@ -38,6 +38,8 @@ from volunteer_kit.swarm.sync.messages import (
 )
 from volunteer_kit.swarm.wire import WireError, decode
 
+WAITS = ("leader_timeout", "suspect_after", "exchange_ceiling", "exchange_floor", "vote_ceiling", "vote_floor")
+
 
 async def trio(world, epoch: int = 3):
     """Three peers that train."""
@@ -470,7 +472,8 @@ def test_nobody_waits_for_a_peer_that_left(tmp_path):
         assert c.store.goodbye is not None
         c.check_ledger()
 
-    play(tmp_path, story)
+    # only a wait for the peer that left can take this long, and its round would fail
+    play(tmp_path, story, **{name: 60.0 for name in WAITS})
 
 
 def test_all_leave(tmp_path):

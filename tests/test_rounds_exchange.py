@@ -17,7 +17,7 @@ from volunteer_kit.swarm.rounds.exchange import EARLY_EACH, KEPT, PART, Exchange
 from volunteer_kit.swarm.rounds.heads import AnswerHead, decode_head, deflate_once, encode_head
 from volunteer_kit.swarm.rounds.layout import Layout
 from volunteer_kit.swarm.rounds.parts import PartHead
-from volunteer_kit.swarm.rounds.reducer import decode_answer
+from volunteer_kit.swarm.rounds.reducer import SliceReducer, decode_answer
 from volunteer_kit.swarm.sync.ballots import Ballot
 from volunteer_kit.swarm.sync.contributions import Accounts, Answer, Share
 from volunteer_kit.swarm.sync.entries import Member
@@ -719,6 +719,25 @@ def test_the_end_of_a_round_that_has_not_begun():
         peers["a"].exchange.end(round.fingerprint)
         await asyncio.gather(*peers["a"].tasks)
         assert peers["a"].data == {}
+
+    play(story)
+
+
+def test_an_exchange_that_closes_as_its_last_part_comes_fails_quietly(monkeypatch, caplog):
+    """The cancellation comes when the wait for parts has just ended."""
+
+    async def story():
+        peers, round = swarm("a", "b"), round_of("a", "b", idle="b")
+        taken, take = asyncio.Event(), SliceReducer.take
+        monkeypatch.setattr(SliceReducer, "take", lambda reducer, part: (take(reducer, part), taken.set())[0])
+        exchange = peers["a"].exchange
+        peers["a"].start(round)
+        await asyncio.wait_for(taken.wait(), PATIENCE)
+        exchange.without(round.fingerprint, ("b",))
+        await asyncio.sleep(0)
+        exchange.close()
+        await asyncio.gather(*peers["a"].tasks)
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
     play(story)
 

@@ -348,7 +348,9 @@ class Exchange:
             try:
                 await work
             except Exception:
-                logger.exception("A part of an exchange failed")
+                # `asyncio.wait_for` may swallow a cancellation before Python 3.12. Such work may find its threads gone.
+                if round.fingerprint in self._rounds:
+                    logger.exception("A part of an exchange failed")
 
         task = asyncio.get_running_loop().create_task(watched())
         round.tasks.add(task)
