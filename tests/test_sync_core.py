@@ -947,6 +947,7 @@ def test_a_leader_that_counts_higher_is_followed_at_once():
     swarm.train(5)
     plan = opened_round(swarm, 1)
     swarm.end_exchange(plan, ())
+    swarm.say("b", "a", Refuse(Ballot(5, "a"), False))
     swarm.say("b", "a", Refuse(Ballot(9, "a"), True))
     swarm.wait(2)
     assert swarm.said("a", Ask)[-1].ballot.turn > 9

@@ -696,8 +696,8 @@ class SyncCore:
             return  # it refused an earlier ballot of ours
         if plan is not None and any(member.peer == sender for member in plan.group):
             self._slot.apart.add(sender)
-        if sender not in self._electorate() or sender in lead.refusals:
-            return
+        if sender not in self._electorate() or lead.refusals.get(sender):
+            return  # a promise binds it
         lead.refusals[sender] = body.promised  # it is not counted on, unless it may come and does
         if body.promised and body.ballot > lead.ballot and self._contacts[sender].may_outbid(self._head().epoch):
             lead.outbid = max(body.ballot, lead.outbid or body.ballot)
