@@ -33,8 +33,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests import older_packages
+from tests.free_ports import free_port
 from volunteer_kit.process_group import find, kill_all
-from volunteer_kit.swarm.net.peer import free_port
 
 ROOT = Path(__file__).parents[1]
 STARTUP = 240  # s for the server, on two busy cores

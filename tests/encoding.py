@@ -17,7 +17,7 @@ from volunteer_kit.encode.settings import Settings
 from volunteer_kit.encode.shard import encode_shard
 from volunteer_kit.run_tokenizers import image_identity
 
-FAST = Limits(timeout=0.5, retries=1)
+FAST = Limits(timeout=20, retries=1)
 TOY = Settings("toy", "0" * 32, 16, 4, 256, Filters(), Columns(), FAST)
 EMOJI = Settings("emoji64", image_identity("emoji64"), 64, 64, 512, Filters(), Columns(), FAST)
 

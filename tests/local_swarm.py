@@ -122,7 +122,7 @@ class LocalSwarm:
         self.peers.append(peer)
         return peer
 
-    def finish(self, *peers: LocalPeer, more: int = 3) -> list[dict]:
+    def finish(self, *peers: LocalPeer, more: int = 10) -> list[dict]:
         """Let `peers` end together, a few epochs on; :returns: their "finished" events."""
         last = more + max(e["epoch"] for p in peers for e in p.said() if e["event"] == "epoch")
         for peer in peers:

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from tests import nursery
+from tests.free_ports import free_port
 from tests.hub import Hub
 from tests.local_authority import Authority, add_person, make_authority, served, this_hub
 from tests.local_swarm import ROOT, LocalPeer
@@ -28,7 +29,6 @@ from volunteer_kit.journal import JournalReader
 from volunteer_kit.monitor.judge import PROBATION
 from volunteer_kit.monitor.watch import CHECKPOINT_EVERY
 from volunteer_kit.run_reader import find_run_file
-from volunteer_kit.swarm.net.peer import free_port
 from volunteer_kit.training.protocol import WorkerSpec
 
 SECOND_CHECKPOINT = 2 * CHECKPOINT_EVERY + PROBATION  # the step at which also this one should have been found good

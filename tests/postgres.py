@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psycopg
 
-from volunteer_kit.swarm.net.peer import free_port
+from tests.free_ports import free_port
 
 SETTINGS = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_connections": "60"}
 _numbers = itertools.count()

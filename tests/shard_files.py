@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from volunteer_kit.data.hosts import HOSTS
 from volunteer_kit.data.laion import LaionSource
 from volunteer_kit.data.settings import Filters
 from volunteer_kit.data.source import LeftOut, Limits, ShardError
 
 SAFE = {"NSFW": "UNLIKELY", "original_width": 64, "original_height": 64}
-FAST, DEFAULT = Limits(timeout=0.5, retries=2), Filters()
+FAST, DEFAULT = Limits(timeout=20, retries=2), Filters()
+SHORT = FAST._replace(timeout=0.5)  # for servers that do not answer; a busy machine is as late
 
 
 def picture(width: int = 64, height: int = 64, colour: tuple[int, ...] = (200, 30, 30), kind: str = "JPEG") -> bytes:
@@ -73,6 +75,7 @@ class FaultyServer(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.asked, self.stop = folder, [], threading.Event()
+        HOSTS.worked(self.url)  # one at this port, of an earlier test, may have failed
 
     @property
     def url(self) -> str:
@@ -192,7 +195,9 @@ def answering(answer: Answer) -> Iterator[str]:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/x.tar"
+            url = f"http://127.0.0.1:{server.server_address[1]}/x.tar"
+            HOSTS.worked(url)
+            yield url
         finally:
             stop.set()
             server.shutdown()
@@ -217,7 +222,7 @@ def open_source(
     return LaionSource(names, image_size=size, filters=filters, limits=limits, counts=Counter(), **more)
 
 
-def read(*shards: object, patience: float = 5, start: int = 0, **settings: Any) -> tuple[list[Found], Counter[str]]:
+def read(*shards: object, patience: float = 60, start: int = 0, **settings: Any) -> tuple[list[Found], Counter[str]]:
     """All usable records of some shards, and what was left out."""
     source = open_source(*shards, **settings)
     found, counts = [], source.counts

@@ -169,7 +169,7 @@ def three(tmp_path_factory):
         peers[name].shutdown()
 
 
-def wait_until(true, seconds=30.0):
+def wait_until(true, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not true() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -14,9 +14,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import chromium
 from tests.convicting import DETAILS, evidence_by, report_body
+from tests.free_ports import free_port
 from tests.hub import App
 from tests.local_authority import Authority, add_person, join_body, make_authority, served
-from volunteer_kit.swarm.net.peer import free_port
 
 pytestmark = pytest.mark.slow
 PHONE = {"viewport": {"width": 375, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}

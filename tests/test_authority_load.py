@@ -28,12 +28,14 @@ from tests.local_authority import (
     served,
 )
 from volunteer_kit.auth.access_token import KeyFolder
+from volunteer_kit.auth.authority import storage
 
 PEERS = 50
 
 
 @pytest.fixture
-def authority(hub, tmp_path, database) -> Iterator[Authority]:
+def authority(hub, tmp_path, database, monkeypatch) -> Iterator[Authority]:
+    monkeypatch.setattr(storage, "PATIENCE", 120)  # clients, Hub and authority share this process
     authority = make_authority(tmp_path, database)
     yield authority
     authority.storage.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.free_ports import free_port
 from tests.hub import Hub
 from tests.local_authority import RUN, Authority, add_person, key, make_authority, served
 from volunteer_kit.auth import authorizer as module
@@ -24,7 +25,6 @@ from volunteer_kit.auth.authorizer import Authorizer
 from volunteer_kit.auth.identity import LoginError
 from volunteer_kit.auth.patience import ask_patiently
 from volunteer_kit.auth.proof import public_text
-from volunteer_kit.swarm.net.peer import free_port
 
 SOON = 120.0  # s; a second or two, but on a busy machine
 LIFETIME = 6.0  # s; renewed after a third of it

@@ -149,7 +149,7 @@ def join(*arguments: object, seconds: float = 280, leave_at: str | None = None, 
     assert code != -signal.SIGKILL, f"it did not end within {seconds} s:\n{said}"
     assert "Traceback" not in said
     left = [process for process in psutil.process_iter() if is_marked(process, mark)]
-    assert psutil.wait_procs(left, timeout=10)[1] == []  # one may be about to end
+    assert psutil.wait_procs(left, timeout=120)[1] == []  # one may be about to end
     return code, said
 
 

@@ -195,17 +195,17 @@ def test_unread_answers_are_bounded_in_total():
 
 
 def test_a_client_that_keeps_asking_keeps_its_connection():
-    limits = HttpLimits(headers_within=1, body_within=1, keep_alive=1, stalled_within=1)
+    limits = HttpLimits(headers_within=4, body_within=4, keep_alive=4, stalled_within=4)
     with serving(App(), limits) as port:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         with contextlib.closing(client):
             client.connect()
             sock = client.sock
-            for number in range(16):  # 4 s
+            for number in range(16):  # 8 s
                 client.request("POST" if number % 2 else "GET", "/body", b"x" * (number % 2))
                 assert client.getresponse().read() == b"hello"
                 assert client.sock is sock
-                time.sleep(0.25)
+                time.sleep(0.5)
 
 
 def test_a_stream_lasts_as_long_as_its_viewer_reads():

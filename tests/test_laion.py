@@ -64,10 +64,10 @@ def test_patterns(tmp_path):
 )
 def test_patterns_that_make_no_sense(pattern, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(DataError, match=message):
         expand_shards(pattern)
-    assert time.monotonic() - started < 1 and not list(tmp_path.iterdir())
+    assert time.process_time() - started < 1 and not list(tmp_path.iterdir())
 
 
 def test_names_that_would_fill_the_memory_are_not_written_out():
@@ -100,7 +100,7 @@ def test_a_part_of_a_shard(road, tmp_path):
     with serve(tmp_path) as server:
         place = tmp_path / "x" if road == "file" else f"{server.url}/{road}/x"
         for start, stop in ((0, 10), (150_000, 150_003), (5, None), (199_999, 300_000), (200_000, None), (7, 7)):
-            with open_shard(str(place), LONG, time.monotonic() + 20, start, stop) as stream:
+            with open_shard(str(place), LONG, time.monotonic() + 60, start, stop) as stream:
                 assert stream.read() == data[start:stop], (start, stop)
         if road == "ok":
             ranges = ["bytes=0-9", "bytes=150000-150002", "bytes=5-", "bytes=199999-299999", "bytes=200000-"]
@@ -359,7 +359,7 @@ def test_a_range_goes_on_where_the_last_one_stopped(road, tmp_path):
         source = open_source(f"{server.url}/ok/x.tar" if road == "http" else shard)
         place = source.shards[0]
         for start, stop in ((0, 10), (10, 20), (20, 40), (40, 50), (10, 12), (5, 5)):
-            found = list(source.read(place, start, stop, time.monotonic() + 5))
+            found = list(source.read(place, start, stop, time.monotonic() + 60))
             assert [raw.index for raw in found] == list(range(start, min(stop, 30)))
             for raw in found:
                 assert raw.key == f"x.tar#{raw.index}:{raw.index:06d}"
@@ -372,16 +372,16 @@ def test_a_range_goes_on_where_the_last_one_stopped(road, tmp_path):
 
 
 def test_skipped_records_of_a_file_are_not_read(tmp_path):
-    """A file of 3 GB that takes no disk: reading it through would take longer than the patience."""
+    """A file of 192 GB that takes no disk: reading it through would take longer than the patience."""
     with open(tmp_path / "x.tar", "wb") as file:
         for n in range(3):
             info = tarfile.TarInfo(f"{n}.jpg")
-            info.size = 2**30
+            info.size = 2**36
             file.write(info.tobuf(tarfile.GNU_FORMAT))
-            file.seek(2**30, os.SEEK_CUR)
+            file.seek(2**36, os.SEEK_CUR)
         file.write(write_tar(tmp_path / "y.tar", record("last")).read_bytes())
-    source = open_source(tmp_path / "x.tar", limits=FAST._replace(member_bytes=2**31))
-    (raw,) = source.read(source.shards[0], 3, None, time.monotonic() + 0.5)
+    source = open_source(tmp_path / "x.tar", limits=FAST._replace(member_bytes=2**37, shard_bytes=2**40))
+    (raw,) = source.read(source.shards[0], 3, None, time.monotonic() + 20)
     assert source.use(raw).caption == "a red square"
 
 
@@ -406,7 +406,7 @@ def test_duplicates_are_found_over_ranges(tmp_path):
         source = open_source(f"{server.url}/ok/x.tar", filters=Filters(drop_duplicates=True))
         kept = []
         for start in (0, 3, 6, 3, 9, 0):
-            for raw in source.read(source.shards[0], start, start + 3, time.monotonic() + 5):
+            for raw in source.read(source.shards[0], start, start + 3, time.monotonic() + 60):
                 try:
                     kept += [raw.index] if source.use(raw) else []
                 except LeftOut as why:
@@ -420,25 +420,25 @@ def test_duplicates_are_found_in_a_shard_that_was_forgotten(tmp_path, monkeypatc
     shards = [write_tar(tmp_path / f"{n}.tar", *(record(f"{i}") for i in range(4))) for n in range(2)]
     source = open_source(*shards, filters=Filters(drop_duplicates=True))
     for start, stop, shard in ((0, 2, 0), (0, 2, 1), (2, 4, 0), (2, 4, 1)):
-        for raw in source.read(source.shards[shard], start, stop, time.monotonic() + 5):
+        for raw in source.read(source.shards[shard], start, stop, time.monotonic() + 60):
             assert source.use(raw) if raw.index == 0 else raw.data[1], (start, shard, raw.index)
 
 
 def test_a_shard_that_was_replaced_is_read_from_its_beginning_the_next_time(tmp_path):
     shard = good_shard(tmp_path / "x.tar", 30)
     source = open_source(shard)
-    list(source.read(str(shard), 0, 10, time.monotonic() + 5))
+    list(source.read(str(shard), 0, 10, time.monotonic() + 60))
     write_tar(shard, *(record(f"other{n}", image=os.urandom(700)) for n in range(30)))
     with pytest.raises(ShardError):
-        list(source.read(str(shard), 10, 20, time.monotonic() + 5))
-    assert [raw.index for raw in source.read(str(shard), 10, 20, time.monotonic() + 5)] == list(range(10, 20))
+        list(source.read(str(shard), 10, 20, time.monotonic() + 60))
+    assert [raw.index for raw in source.read(str(shard), 10, 20, time.monotonic() + 60)] == list(range(10, 20))
 
 
 def test_columns_have_other_names_elsewhere(tmp_path):
     files = record("k", "from the json", NSFW="NSFW", punsafe="no", TEXT="another text")
     del files["k.txt"]
     source = open_source(write_tar(tmp_path / "x.tar", files), filters=Filters(nsfw_allowed=("no",)))
-    (raw,) = source.read(source.shards[0], 0, None, time.monotonic() + 5)
+    (raw,) = source.read(source.shards[0], 0, None, time.monotonic() + 60)
     with pytest.raises(LeftOut, match="nsfw"):
         source.use(raw)
     renamed = open_source(

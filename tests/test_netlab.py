@@ -31,6 +31,7 @@ shared = torch.zeros(1000).share_memory_()
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
+TRIES = 10  # a busy machine is slow in most of them
 SOON = 120  # s; far less, but on a busy machine
 
 
@@ -56,8 +57,8 @@ def test_nobody_can_connect_to_a_machine_behind_nat_and_it_can_to_others():
 def test_a_line_has_the_delay_and_the_rates_that_were_asked_for():
     with lab_of(Line(down=20, up=10, rtt=40), Line()) as lab:
         # a busy machine is only slower
-        assert min(round_trip(lab, 1, 2) for _ in range(3)) == pytest.approx(40, abs=8)
-        assert any(rate(lab, 1, 2) == pytest.approx(10, rel=0.1) for _ in range(3))
+        assert any(round_trip(lab, 1, 2) == pytest.approx(40, abs=8) for _ in range(TRIES))
+        assert any(rate(lab, 1, 2) == pytest.approx(10, rel=0.1) for _ in range(TRIES))
 
 
 def test_a_line_loses_the_share_that_was_asked_for_and_counts_its_packets():
@@ -72,8 +73,9 @@ def test_a_line_loses_the_share_that_was_asked_for_and_counts_its_packets():
 
 def test_a_line_without_delay_does_not_lose():
     with lab_of(Line(down=20, up=10), Line()) as lab:
-        assert any(lost(lab, sender=1, receiver=2) == 0 for _ in range(3)), "a busy receiver loses some now and then"
-        assert min(round_trip(lab, 1, 2) for _ in range(3)) < 10
+        # a busy receiver loses some now and then
+        assert any(lost(lab, sender=1, receiver=2) == 0 for _ in range(TRIES))
+        assert any(round_trip(lab, 1, 2) < 10 for _ in range(TRIES))
 
 
 def test_a_partition_separates_and_is_mended():

@@ -20,10 +20,10 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import JupyterLab, Tab, chromium
+from tests.free_ports import free_ports
 from tests.hub import Hub
 from tests.own_python import OwnPython, links_to_our_packages
 from tests.test_browser import of_hub
-from tests.test_host import ports as free_ports
 from tests.test_hosted_run import wait_until
 from volunteer_kit.host.kit_wheel import make_wheel
 from volunteer_kit.process_group import kill_all
@@ -152,7 +152,7 @@ def test_from_an_empty_folder_to_a_credited_volunteer(tmp_path, hub, start):
     assert lacks.returncode == 0 and "Nothing to do" in lacks.stdout, lacks.stdout + lacks.stderr
     run_file = tmp_path / "host" / "run.yaml"
     run_file.write_text(run_file.read_text().replace("target_batch_size: 256", "target_batch_size: 1024"))
-    own, dashboard, peer = map(str, free_ports())
+    own, dashboard, peer = map(str, free_ports(3))
     ports = ["--port", own, "--dashboard-port", dashboard, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{peer}"]
     hosting = start([kit, "host", "run.yaml", *ports], tmp_path / "host", host.environment(**common))
     hosting.wait_for("Ctrl-C stops it", UP)

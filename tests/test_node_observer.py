@@ -8,7 +8,7 @@ import torch
 
 from tests.memory_network import Wire
 from tests.node_world import ELEMENTS, RUN, key, play, read_state
-from volunteer_kit.swarm.node import states
+from volunteer_kit.swarm.node import observer, states
 from volunteer_kit.swarm.node.access import Access
 from volunteer_kit.swarm.node.credentials import peer_id_of, public_der
 from volunteer_kit.swarm.node.observer import Observer
@@ -125,13 +125,15 @@ def test_what_cannot_be_used_is_taken_from_somebody_else(tmp_path, monkeypatch):
     play(tmp_path, story)
 
 
-def test_a_log_of_another_run_is_not_believed_and_nobody_may_have_one(tmp_path):
+def test_a_log_of_another_run_is_not_believed_and_nobody_may_have_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(observer, "LOOK_AGAIN", 1e9)
+
     async def story(world):
         a = world.peer("a", founds=True)
         await world.all_at(4)
         await world.quiet()
         foreign = Asking(world, run_key="another run")
-        assert await foreign.fetch([a], tmp_path, patience=0.5) is None
+        assert await foreign.fetch([a], tmp_path) is None
         assert foreign.observer.refused.keys() == {a.id} and foreign.parameters is None
         assert await Asking(world, place=6).fetch([], tmp_path, patience=0.0) is None
 

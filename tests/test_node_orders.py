@@ -100,7 +100,7 @@ def test_a_peer_that_cannot_get_the_state_waits_and_the_others_go_on(tmp_path, k
         await world.quiet()
         assert c.lineage == a.lineage
 
-    play(tmp_path, story)
+    play(tmp_path, story, fetch_patience=60.0)  # else it takes a snapshot on a busy machine
 
 
 def test_what_is_not_the_monitors_state_is_not_taken(tmp_path, keys):

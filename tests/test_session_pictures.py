@@ -28,7 +28,7 @@ def test_the_runs_captions_are_drawn_and_old_pictures_go(tmp_path):
 
 def test_drawing_takes_its_share_of_the_time_and_no_more(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(pictures_module.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(pictures_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     run, drawn = load_run("demo"), []
     draw = DrawPictures(run, Home(tmp_path), lambda *_, **__: None)
 

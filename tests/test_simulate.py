@@ -116,9 +116,9 @@ def test_each_round_trip_counts():
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("codec", ["blockwise8", "sparse"])
 def test_ten_thousand_peers_take_a_moment(codec, even):
-    began = time.monotonic()
+    began = time.process_time()
     found = predict(homes(10_000, codec, 4096 * 1250, even), Constants())
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert all(math.isfinite(value) for value in asdict(found).values())
 
 

@@ -436,7 +436,13 @@ def test_a_short_outage_is_waited_for_and_a_long_one_told(tmp_path):
     reader = stream(shards=str(tmp_path / "{0..0}.tar"), cache_mb=0, patience=5)
     found = keys(reader, 70)
     (tmp_path / "0.tar").rename(tmp_path / "away")
-    back = threading.Timer(0.5, (tmp_path / "away").rename, [tmp_path / "0.tar"])
+
+    def come_back() -> None:
+        while not reader.counts["missing_shard"]:
+            time.sleep(0.01)
+        (tmp_path / "away").rename(tmp_path / "0.tar")
+
+    back = threading.Thread(target=come_back, daemon=True)
     back.start()
     found += keys(reader, 70)
     back.join()

@@ -25,6 +25,7 @@ from volunteer_kit.swarm.net.dht import (
 )
 
 NODES = 8
+STARTUP = 120.0  # s that p2pd has to start on a busy machine
 
 
 @asynccontextmanager
@@ -35,8 +36,9 @@ async def nodes(count: int = NODES):
             maddrs = await found[0].get_visible_maddrs() if found else []
             found.append(
                 await ThriftyDHTNode.create(
-                    initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_auto_relay=False, **OPTIONS
-                )
+                    initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_auto_relay=False,
+                    startup_timeout=STARTUP, **OPTIONS,
+                )  # fmt: skip
             )
         yield found
     finally:
@@ -44,7 +46,7 @@ async def nodes(count: int = NODES):
 
 
 def run(story) -> None:
-    asyncio.run(asyncio.wait_for(story(), 120))
+    asyncio.run(asyncio.wait_for(story(), 280))
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +124,9 @@ def test_a_new_node_that_is_nearer_is_found_by_all():
             maddrs = await old[0].get_visible_maddrs()
             near = DHTID(DHTID.generate("progress") ^ 1)
             new = await ThriftyDHTNode.create(
-                node_id=near, initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"], **OPTIONS
-            )
+                node_id=near, initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=STARTUP,
+                **OPTIONS,
+            )  # fmt: skip
             try:
                 assert await say(new, 5) and await say(old[0], 2)
                 said = {old[0].peer_id.to_base58(): 2, new.peer_id.to_base58(): 5}
@@ -140,7 +143,9 @@ def test_a_plain_hivemind_node_is_understood(monkeypatch):
         async with nodes(1) as ours:
             monkeypatch.setattr(hivemind.dht.node, "DHTProtocol", DHTProtocol)
             maddrs = await ours[0].get_visible_maddrs()
-            plain = await DHTNode.create(initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+            plain = await DHTNode.create(
+                initial_peers=maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"], startup_timeout=STARTUP
+            )
             try:
                 assert await say(ours[0], 1) and await say(plain, 2)
                 assert sorted((await heard(ours[0])).values()) == sorted((await heard(plain)).values()) == [1, 2]

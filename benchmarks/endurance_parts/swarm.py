@@ -88,8 +88,9 @@ class Host(Machine):
 
     def __init__(self, net: Network, run: Path, scratch: Path):
         maddr = f"/ip4/{net.address(1)}/tcp/{PORT}"
-        command = [sys.executable, "-m", "volunteer_kit.cli", "host", str(run), "--host-maddrs", maddr]
-        super().__init__(net, 1, scratch / "host.log", [*command, "--identity-path", str(scratch / "host.key")])
+        command = [sys.executable, "-m", "volunteer_kit.cli", "host", str(run), "--no-authority"]
+        command += ["--folder", str(scratch / "host"), "--host-maddrs", maddr]
+        super().__init__(net, 1, scratch / "host.log", command)
 
     def start(self) -> str:
         """Its address."""

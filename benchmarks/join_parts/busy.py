@@ -63,7 +63,8 @@ def busy_swarm(scratch: Path, organization: str, say: Callable[[str], object] = 
 def host(run: Path, scratch: Path) -> Iterator[str]:
     """The address of `volunteer-kit host RUN`."""
     mark = ("VOLUNTEER_KIT_BENCHMARK", os.urandom(8).hex())
-    command = [sys.executable, "-u", "-m", "volunteer_kit.cli", "host", str(run), "--host-maddrs", LOOPBACK]
+    command = [sys.executable, "-u", "-m", "volunteer_kit.cli", "host", str(run), "--no-authority"]
+    command += ["--folder", str(scratch / "host"), "--host-maddrs", LOOPBACK]
     with (scratch / "host.log").open("w") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, mark[0]: mark[1]},

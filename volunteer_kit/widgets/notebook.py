@@ -36,16 +36,17 @@ class NotebookSurface:
             show_html(page.STYLE + page.terms(terms))
             agree(terms, login, accept_terms=self._accept_terms, can_answer=answers and not is_settled, say=self.say)
             return
-        screen = Welcome(terms, login)
-        is_agreed = False
         try:
-            while not (is_agreed := screen.step()):
-                if "detach" in self.pump(TICK):
-                    raise Declined("The cell was run again; it goes on there.")
+            screen = Welcome(terms, login)
+            is_agreed = False
+            try:
+                while not (is_agreed := screen.step()):
+                    if "detach" in self.pump(TICK):
+                        raise Declined("The cell was run again; it goes on there.")
+            finally:
+                screen.close(is_agreed)
         except KeyboardInterrupt:
             raise Declined(NOT_STARTED) from None
-        finally:
-            screen.close(is_agreed)
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()

@@ -20,7 +20,6 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from volunteer_kit.addressing import LISTEN
-from volunteer_kit.addressing import free_port as free_port
 from volunteer_kit.swarm.codecs.registry import check_codecs
 from volunteer_kit.swarm.errors import SwarmError
 from volunteer_kit.swarm.net import reachability, shared_futures

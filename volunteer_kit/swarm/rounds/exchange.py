@@ -177,6 +177,7 @@ class Exchange:
         # the core may say more of a round before the loop comes to begin it
         self._ended_early: deque[bytes] = deque(maxlen=SAID_EARLY)
         self._silent_early: deque[tuple[bytes, tuple[str, ...]]] = deque(maxlen=SAID_EARLY)
+        self._is_closed = False
         self._early: list[tuple[bytes, str, asyncio.Event]] = []  # fingerprint and sender of parts that wait for us
         self.on_ended: Callable[[bytes, tuple[Answer, ...]], None] = lambda fingerprint, answers: None
         self.on_answer: Callable[[Answer, bytes], None] = lambda answer, data: None
@@ -205,7 +206,7 @@ class Exchange:
         :param waited: s since the round began, which went into the commitments
         """
         fingerprint = start.round.fingerprint
-        if fingerprint in self._rounds or fingerprint in self._ended_early:
+        if self._is_closed or fingerprint in self._rounds or fingerprint in self._ended_early:
             return
         round = self._rounds[fingerprint] = _Round(start, epoch, gradient, layout or self._layout, commitments)
         for said_of, silent in self._silent_early:
@@ -246,7 +247,7 @@ class Exchange:
         """Take no part in a round whose layout is not known. Tell each peer that waits for our slice that no answer
         comes."""
         fingerprint = start.round.fingerprint
-        if fingerprint in self._rounds or fingerprint in self._ended_early:
+        if self._is_closed or fingerprint in self._rounds or fingerprint in self._ended_early:
             return
         round = self._rounds[fingerprint] = _Round(start, 0, _no_gradient, self._layout)
         round.reply = (AnswerHead(None), b"")
@@ -335,6 +336,7 @@ class Exchange:
 
     def close(self) -> None:
         """Stop everything; nobody is told."""
+        self._is_closed = True
         for round in list(self._rounds.values()):
             self._forget(round)
         for _, _, begun in self._early:
