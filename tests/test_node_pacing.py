@@ -423,3 +423,24 @@ def test_is_busy_while_bulk_goes_out():
         assert not line.keeper.is_busy
 
     run(story)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_receiver_whose_line_was_cut_measures_no_line(answers):
+    """A write to it waits for 20 s. The other receiver takes all that there is for it, and a write to it blocks now and
+    then, as on a busy machine. With heartbeats that are answered, the cut one is only slow."""
+    now = 100.0
+    keeper = PaceKeeper(clock=lambda: now)
+    keeper.wrote("cut", WRITE, True)
+    with keeper.writing("cut"):
+        keeper.reserve("cut", WRITE)
+        for step in range(2000):
+            now += STEP
+            if step * STEP > 2.5 and not answers:
+                keeper.tell_silent("cut")
+            with keeper.writing("other"):
+                keeper.reserve("other", WRITE)
+                now += STEP / 10
+                keeper.wrote("other", WRITE, not answers and step % 200 == 0)
+        keeper.wrote("cut", WRITE, True)
+    assert keeper.uplink_mbps is None and keeper.reserve("other", WRITE) == 0.0

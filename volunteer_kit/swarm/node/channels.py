@@ -185,7 +185,7 @@ class Channel:
         self.close()
 
     async def _write(self, piece: bytes | memoryview) -> None:
-        with self._line.up.writing():
+        with self._line.up.writing(self.peer):
             await self._write_in_turn(piece)
 
     async def _write_in_turn(self, piece: bytes | memoryview) -> None:

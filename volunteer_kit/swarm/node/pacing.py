@@ -4,8 +4,9 @@ Data that a program has written lie in the buffers of the system, of p2pd and of
 10 Mbit/s: a heartbeat waits behind them for seconds. A sender that stays at 85 % of the uplink leaves them empty.
 
 The uplink is measured where writes block. The buffers are then full, and they are as full when the next write has
-blocked: what was taken in between is what the line has carried. Where the program had nothing to write for a part of
-that time, it is what the program had, and only more than is known says something about the line. A line at which no
+blocked: what was taken in between is what the line has carried. Where the program had nothing to write to this receiver
+for a part of that time, or the receiver answered no heartbeat, it is what the program had, and only more than is known
+says something about the line. A line at which no
 write blocks for a while is tried a little faster. Heartbeats that take longer than usual say sooner that this was too
 much: bulk then yields until the queue is gone.
 
@@ -212,9 +213,13 @@ class Window:
     def _most(self) -> int:
         return min(self._growth.size, self._flight.size // 2)
 
+    def is_overdue(self, now: float) -> bool:
+        """Return whether the peer has not answered a heartbeat for a while."""
+        return bool(self._marks) and now - self._marks[0][0] > OVERDUE
+
     def write_off(self, now: float) -> None:
         """To be called several times a second: the flight does not wait for a peer that does not answer."""
-        if self._counted and self._marks and now - self._marks[0][0] > OVERDUE:
+        if self._counted and self.is_overdue(now):
             self._flight.bytes -= self._counted
             self._counted = 0
             self._flight.room.set()
@@ -260,12 +265,17 @@ class _Receiver:
     """The way to one peer, as far as it is known.
 
     :ivar bytes: that it was written
-    :ivar full: when its buffers were full, all bytes that were written by then, those to it, and the s without any
+    :ivar writers: writes that wait or are under way
+    :ivar idle: s without any
+    :ivar full: when its buffers were full, all bytes that were written by then, those to it, and `idle`
     """
 
     wrote_at: float
     blocked_at: float = 0.0
     bytes: int = 0
+    writers: int = 0
+    idle: float = 0.0
+    idle_since: float | None = None
     full: tuple[float, int, int, float] | None = None
 
 
@@ -300,9 +310,6 @@ class PaceKeeper:
         self._told = 0.0  # bytes/s
         self._total = 0  # bytes that were written
         self._wrote_at: float | None = None  # s
-        self._writers = 0  # writes that wait or are under way
-        self._idle = 0.0  # s without any
-        self._idle_since: float | None = None
         self._begin_span(clock())
 
     @property
@@ -317,17 +324,25 @@ class PaceKeeper:
         return self._wrote_at is not None and self._clock() - self._wrote_at < 2 * SPAN
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Around a write with all that it waits for: outside of it the program has nothing to send."""
-        if not self._writers and self._idle_since is not None:
-            self._idle += self._clock() - self._idle_since
-        self._writers += 1
+    def writing(self, peer: str) -> Iterator[None]:
+        """Around a write with all that it waits for: outside of it the program has nothing to send to `peer`."""
+        now = self._clock()
+        receiver = self._receiver(peer, now)
+        if not receiver.writers and receiver.idle_since is not None:
+            receiver.idle += now - receiver.idle_since
+        receiver.writers += 1
         try:
             yield
         finally:
-            self._writers -= 1
-            if not self._writers:
-                self._idle_since = self._clock()
+            receiver.writers -= 1
+            if not receiver.writers:
+                receiver.idle_since = self._clock()
+
+    def tell_silent(self, peer: str) -> None:
+        """To be called several times a second while `peer` answers no heartbeat: that a write to it waits does not
+        measure a line."""
+        if (receiver := self._receivers.get(peer)) is not None:
+            receiver.full = None
 
     def reserve(self, peer: str, num_bytes: int) -> float:
         """Take the next turn for a write to `peer`. :returns: s until it begins"""
@@ -335,11 +350,8 @@ class PaceKeeper:
         if self._sole and peer != self._sole:
             self._sole, self._line.rate = "", self._cap
         wait = self._line.reserve(num_bytes)
-        receiver = self._receivers.get(peer)
-        if receiver is None:
-            self._forget_old(now)
-            self._receivers[peer] = _Receiver(now + wait)
-        elif now - receiver.wrote_at > PAUSE:
+        receiver = self._receiver(peer, now + wait)
+        if now - receiver.wrote_at > PAUSE:
             receiver.full = None
         self._waited += wait > 0.0
         self._turns += 1
@@ -354,7 +366,7 @@ class PaceKeeper:
         """The write has been taken. :param blocked: whether it had to wait for room in the buffers"""
         now = self._clock()
         self._total += num_bytes
-        receiver = self._receivers.setdefault(peer, _Receiver(now))
+        receiver = self._receiver(peer, now)
         receiver.wrote_at = self._wrote_at = now
         receiver.bytes += num_bytes
         if blocked:
@@ -373,17 +385,18 @@ class PaceKeeper:
 
     def _measure(self, peer: str, receiver: _Receiver, now: float) -> None:
         if receiver.full is None:
-            receiver.full = (now, self._total, receiver.bytes, self._idle)
+            receiver.full = (now, self._total, receiver.bytes, receiver.idle)
             return
         since, total, own, idle = receiver.full
         if now - since < SPAN or self._total - total < LEAST_BYTES:
             return
-        receiver.full = (now, self._total, receiver.bytes, self._idle)
+        receiver.full = (now, self._total, receiver.bytes, receiver.idle)
         rate = (self._total - total) / (now - since)
-        if self._idle - idle > IDLE * (now - since) and rate <= (self._estimate or math.inf):
+        if receiver.idle - idle > IDLE * (now - since) and rate <= (self._estimate or math.inf):
             return
-        if self._estimate is None or rate > self._estimate or not self._only_it_is_slow(peer, since):
-            is_alone = receiver.bytes - own > ALONE * (self._total - total)
+        is_alone = receiver.bytes - own > ALONE * (self._total - total)
+        is_news = is_alone if self._estimate is None else rate > self._estimate
+        if is_news or not self._only_it_is_slow(peer, since):
             if is_alone and self._sole is None and rate <= (self._estimate or 0.0):
                 return  # others took more together
             before = None if self._sole is not None and (self._sole != peer or not is_alone) else self._estimate
@@ -436,6 +449,13 @@ class PaceKeeper:
             assert mbps is not None
             self.on_measured(mbps)
 
+    def _receiver(self, peer: str, now: float) -> _Receiver:
+        if peer not in self._receivers:
+            self._forget_old(now)
+            self._receivers[peer] = _Receiver(now)
+        return self._receivers[peer]
+
     def _forget_old(self, now: float) -> None:
-        for peer in [name for name, known in self._receivers.items() if now - known.wrote_at > FORGOTTEN]:
+        receivers = self._receivers.items()
+        for peer in [name for name, known in receivers if now - known.wrote_at > FORGOTTEN and not known.writers]:
             del self._receivers[peer]

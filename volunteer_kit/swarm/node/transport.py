@@ -335,6 +335,8 @@ class Transport:
             links = [*self._links.values()]
             for link in links:
                 link.tick(now, lateness if lateness > LATE else 0.0)
+                if link.window.is_overdue(now):
+                    self._line.up.tell_silent(link.peer)
                 if link.is_idle and now - link.used_at > FORGOTTEN:
                     self.forget(link.peer)
             self._free.tick(now)
