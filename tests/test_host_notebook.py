@@ -162,7 +162,7 @@ def test_a_run_is_hosted_and_proved_by_two_volunteers(tmp_path):
     port, mark = free_port(), f"VOLUNTEER_KIT_NOTEBOOK_TEST={tmp_path.name}-{os.getpid()}"
 
     def edit(code: str) -> str:
-        return code.replace("PORT = 31337", f"PORT = {port}")
+        return code.replace("PORT = 31337", f"PORT = {port}").replace("MINUTES = 2", "MINUTES = 4")  # if it is slow
 
     name, _, value = mark.partition("=")
     environment = {"VOLUNTEER_KIT_HOME": str(tmp_path / "home"), name: value}
@@ -176,6 +176,6 @@ def test_a_run_is_hosted_and_proved_by_two_volunteers(tmp_path):
     (samples, epochs) = re.search(r"(\d+) samples of this machine entered (\d+) epochs", text).groups()
     second = json.loads((tmp_path / "second-volunteer" / "totals.json").read_text())
     # one or two each could be steps taken alone, before they have met or because they cannot
-    assert int(samples) > 0 and int(epochs) > 2
-    assert second["samples"] > 0 and second["epochs"] > 2
+    assert int(samples) > 0 and int(epochs) > 5
+    assert second["samples"] > 0 and second["epochs"] > 5
     assert text.rstrip().endswith("The host has stopped.") and not left

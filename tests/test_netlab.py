@@ -57,8 +57,10 @@ def test_nobody_can_connect_to_a_machine_behind_nat_and_it_can_to_others():
 def test_a_line_has_the_delay_and_the_rates_that_were_asked_for():
     with lab_of(Line(down=20, up=10, rtt=40), Line()) as lab:
         # a busy machine is only slower
-        assert any(round_trip(lab, 1, 2) == pytest.approx(40, abs=8) for _ in range(TRIES))
-        assert any(rate(lab, 1, 2) == pytest.approx(10, rel=0.1) for _ in range(TRIES))
+        delays = (round_trip(lab, 1, 2) for _ in range(TRIES))
+        rates = (rate(lab, 1, 2) for _ in range(TRIES))
+        assert next(delay for delay in delays if delay < 48) == pytest.approx(40, abs=8)
+        assert next(mbps for mbps in rates if mbps > 9) == pytest.approx(10, rel=0.1)
 
 
 def test_a_line_loses_the_share_that_was_asked_for_and_counts_its_packets():
