@@ -27,16 +27,22 @@ def test_runs_and_their_settings_have_folders_of_their_own(tmp_path, monkeypatch
 def test_what_is_saved_comes_back(tmp_path):
     home = Home(tmp_path / "new" / "home")
     assert home.totals() == Totals() and home.known_peers() == [] and home.status() == {}
-    home.save_totals(Totals(7, 2, 3.5))
+    given = Totals(7, 2, 3.5, {"rounds": 4}, {"opening": (3, 1)})
+    home.save_totals(given)
     home.save_known_peers([PEER] * 40)
     home.save_status({"state": "training"})
     again = Home(home.path)
-    assert again.totals() == Totals(7, 2, 3.5) and again.status() == {"state": "training"}
+    assert again.totals() == given and again.status() == {"state": "training"}
     assert again.known_peers() == [PEER] * MAX_KNOWN_PEERS
     assert sorted(path.name for path in home.path.iterdir()) == ["peers.json", "status.json", "totals.json"]
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"samples": "many"}', '{"samples": null}', "\x00" * 100])
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", '{"samples": "many"}', '{"samples": null}', "\x00" * 100,
+     '{"samples": 7, "epochs": 2, "seconds": 3.5, "waiting": [5]}',
+     '{"samples": 7, "epochs": 2, "seconds": 3.5, "waiting": {"x": 5}}'],
+)  # fmt: skip
 def test_damaged_files_are_as_none(tmp_path, damage):
     home = Home(tmp_path)
     for name in ("totals.json", "peers.json", "status.json"):

@@ -16,7 +16,7 @@ from volunteer_kit.swarm.node import engine, signatures, states, store
 from volunteer_kit.swarm.node.credentials import peer_id_of, public_der
 from volunteer_kit.swarm.node.signatures import Signatures
 from volunteer_kit.swarm.node.store import StoreError
-from volunteer_kit.swarm.node.talk import Delivered, Expired, Found, Left, Progress, Told
+from volunteer_kit.swarm.node.talk import Delivered, Expired, Found, Left, Progress, Step, Told
 from volunteer_kit.swarm.node.transfers import ANSWERS, CHUNKS, OFFER, WITNESS, AnswersWanted
 from volunteer_kit.swarm.rounds import blobs
 from volunteer_kit.swarm.rounds.exchange import PART
@@ -528,6 +528,25 @@ def test_a_founder_alone_comes_to_the_run_of_others(tmp_path):
         assert world.entered(a.head).max() <= 1
 
     play(tmp_path, story)
+
+
+def test_steps_of_a_branch_are_unconfirmed_until_a_quorum_is_on_it(tmp_path):
+    async def story(world):
+        a, b, c = (world.peer(name, founds=name == "a") for name in "abc")
+        await world.all_at(3)
+        b.kill()
+        c.kill()
+        await world.all_at(a.epoch + 2, a)
+        alone = [told for told in a.told if isinstance(told, Step) and told.own and told.unconfirmed]
+        assert len({told.unconfirmed for told in alone}) == 1 and alone[-1].openings == (alone[0].unconfirmed,)
+        await b.restart()
+        await world.until(lambda: b.lineage == a.lineage)
+        await world.all_at(a.epoch + 3, a, b)
+        for peer in (a, b):
+            last = [told for told in peer.told if isinstance(told, Step)][-1]
+            assert last.unconfirmed is None and alone[0].unconfirmed in last.openings
+
+    play(tmp_path, story, alone_after=2.0, isolated_after=0.5)
 
 
 @pytest.mark.slow

@@ -153,6 +153,58 @@ def test_newcomers_open_a_branch_only_when_everybody_has_left():
     assert not GENESIS.leads_to(GENESIS.after_opening(mixed, frozenset("bx")))
 
 
+def opened(item: LogItem, names: str, attempt: int = 0) -> LogItem:
+    opening = Opening(*item.head.order, item.head.epoch, item.head.lineage, attempt, members(names))
+    return item.after_opening(opening, frozenset(names))
+
+
+@pytest.mark.parametrize(
+    ("groups", "confirmed"),
+    [
+        (["c", "c", "c"], False),  # however long it is alone
+        (["c", "ac"], True),  # two of three: whoever is missing was no quorum
+        (["c", "cx"], True),  # x is new, and would have found the others
+        (["c", "cx", "c"], True),  # and it stays confirmed
+    ],
+)
+def test_a_branch_is_confirmed_by_a_quorum_of_those_before_or_by_somebody_new(groups, confirmed):
+    item = opened(GENESIS, "c")
+    opening = item.head.lineage
+    assert item.membership.unconfirmed.opening == opening
+    for group in groups:
+        item = behind(item, members(group))
+    assert (item.membership.unconfirmed is None) is confirmed
+    assert item.membership.openings == (opening,)
+
+
+def test_members_of_a_branch_confirm_it_one_after_another():
+    five = LogItem.genesis(members("abcde"))
+    item = behind(behind(opened(five, "de"), members("d")), members("de"))
+    assert item.membership.unconfirmed is not None
+    assert behind(item, members("cd")).membership.unconfirmed is None, "c, d and e are three of five"
+
+
+def test_an_opening_behind_one_that_is_not_confirmed_leaves_that_the_first():
+    five = LogItem.genesis(members("abcde"))
+    first = behind(opened(five, "de"), members("de"))
+    second = opened(first, "e")
+    assert second.membership.unconfirmed.opening == first.membership.openings[0]
+    assert second.membership.openings == (*first.membership.openings, second.head.lineage)
+    assert behind(second, members("ce")).membership.unconfirmed is None, "d was there before the second opening"
+
+
+def test_when_everybody_has_left_a_branch_of_newcomers_is_confirmed_at_once():
+    assert opened(GENESIS, "xy").membership.unconfirmed is None
+
+
+def test_the_survivors_of_a_tie_need_no_confirmation_of_the_missing_half():
+    """Of two the smaller id decides alone, so the other's branch waits for it."""
+    two = LogItem.genesis(members("ab"))
+    assert behind(two, members("a"), voters="a").membership.unconfirmed is None
+    assert opened(two, "b").membership.unconfirmed is not None
+    assert behind(opened(two, "b"), members("ab")).membership.unconfirmed is None
+
+
 @pytest.mark.parametrize(
     ("mine", "other", "wins"),
     [

@@ -49,6 +49,7 @@ def test_numbers_for_people(function, value, says):
     [
         ({}, "Training, 3rd of 41 volunteers, your samples are in"),
         ({"my_samples": 0}, "Training, 3rd of 41 volunteers"),
+        ({"my_waiting": 1024}, "Training, 3rd of 41 volunteers, 1,024 samples of yours wait for the others"),
         ({"rank": None, "volunteers": 1}, "Training, 1 volunteer here, your samples are in"),
         ({"state": "downloading", "downloaded": 0.43, "seconds_left": 118},
          "Downloading the model: 43 %, about 2 min left"),

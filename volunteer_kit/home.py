@@ -40,6 +40,13 @@ class Totals:
     epochs: int = 0  # applied steps that held some of them
     seconds: float = 0.0  # of training
     rounds: dict[str, Any] = field(default_factory=dict)  # of averaging, as swarm/records/failures.py counts them
+    # samples and steps that do not count yet: the opening of the branch that they are on -> (samples, steps)
+    waiting: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def waiting_samples(self) -> int:
+        """Samples that only the members of a branch have, which may lose."""
+        return sum(samples for samples, _ in self.waiting.values())
 
 
 class Home:
@@ -220,10 +227,13 @@ def _count(found: Any) -> int:
 
 def _totals_of(saved: Any) -> Totals:
     """Raises ValueError, KeyError, TypeError."""
-    seconds, rounds = saved["seconds"], saved.get("rounds", {})
-    if not isinstance(seconds, int | float) or not 0 <= seconds < MAX_COUNT or not isinstance(rounds, dict):
-        raise ValueError("no seconds, or no rounds")
-    return Totals(_count(saved["samples"]), _count(saved["epochs"]), float(seconds), rounds)
+    seconds, rounds, waiting = saved["seconds"], saved.get("rounds", {}), saved.get("waiting", {})
+    if not isinstance(seconds, int | float) or not 0 <= seconds < MAX_COUNT:
+        raise ValueError("no seconds")
+    if not isinstance(rounds, dict) or not isinstance(waiting, dict):
+        raise ValueError("no rounds, or nothing that waits")
+    waiting = {opening: (_count(samples), _count(steps)) for opening, (samples, steps) in waiting.items()}
+    return Totals(_count(saved["samples"]), _count(saved["epochs"]), float(seconds), rounds, waiting)
 
 
 # --- a worker's log ---

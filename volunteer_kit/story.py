@@ -128,6 +128,7 @@ class Story:
     def _totals(self, event: Event) -> None:
         p = self.progress
         p.my_samples, p.my_epochs = event["samples"], event["epochs"]
+        p.my_waiting = event.get("waiting", 0)
 
     def _swarm(self, event: Event) -> None:
         p = self.progress

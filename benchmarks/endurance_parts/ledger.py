@@ -36,7 +36,8 @@ def keep() -> None:
         apply(optimizer, step)
 
     def count_and_write(tally, report) -> int:
-        write(step=report.epoch, samples=report.samples)
+        told = {"unconfirmed": report.unconfirmed, "openings": report.openings}
+        write(step=report.epoch, samples=report.samples, **told)
         return count(tally, report)
 
     NodeOptimizer._apply, Tally.count = apply_and_write, count_and_write
@@ -75,13 +76,28 @@ def follow_back(steps: list[dict]) -> dict[int, str]:
 
 
 def counted_steps(lines: list[dict]) -> Iterator[tuple[int, str | None, int]]:
-    """(epoch, lineage, samples) of each step that was counted; None: that process had not taken it."""
+    """(epoch, lineage, samples) of each step that was counted; None: that process had not taken it.
+
+    Steps behind an opening that is not confirmed were shown as waiting. They count when a later one names the opening
+    as confirmed.
+    """
     taken: dict[tuple[int, int], str] = {}
+    waiting: dict[str, list[tuple[int, str | None, int]]] = {}
     for line in lines:
         if "lineage" in line:
             taken[line["pid"], line["epoch"]] = line["lineage"]
-        elif line["samples"]:
-            yield line["step"], taken.get((line["pid"], line["step"])), line["samples"]
+            continue
+        opening = line["unconfirmed"]
+        for over in waiting.keys() - {opening}:
+            steps = waiting.pop(over)
+            if over in line["openings"]:
+                yield from steps
+        if line["samples"]:
+            step = line["step"], taken.get((line["pid"], line["step"])), line["samples"]
+            if opening is None:
+                yield step
+            else:
+                waiting.setdefault(opening, []).append(step)
 
 
 def verdict(lines: list[dict], line: dict[int, str]) -> Verdict:

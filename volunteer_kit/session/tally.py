@@ -15,6 +15,8 @@ from volunteer_kit.training.callbacks import Emit
 class Tally:
     """`samples`, `epochs`: of this process; `totals`, `rounds`: of all stays of this machine in this run.
 
+    What is counted stays counted: samples that only the members of a branch have wait until a quorum is on it.
+
     :param home: where the totals are kept; None: nowhere
     """
 
@@ -26,12 +28,38 @@ class Tally:
         self._counted_at = time.monotonic()
 
     def count(self, report: StepReport) -> int:
-        """A global step was taken. :returns: samples of ours that are in everybody's model now, and were not."""
+        """A global step was taken.
+
+        :returns: samples of ours that are in everybody's model now, and were not. While this peer is on a branch that
+            may lose, they wait.
+        """
         self.rounds.count(report)
         self.totals.rounds = self.rounds.as_dict()
         earned = self._reading.applied(report)
-        self._add(earned, int(earned > 0))
-        return earned
+        now_counted, epochs = self._settle(report.openings, report.unconfirmed)
+        if report.unconfirmed is None:
+            now_counted, epochs = now_counted + earned, epochs + int(earned > 0)
+        elif earned:
+            waiting, steps = self.totals.waiting.get(report.unconfirmed, (0, 0))
+            self.totals.waiting[report.unconfirmed] = waiting + earned, steps + 1
+        self._add(now_counted, epochs)
+        return now_counted
+
+    def _settle(self, openings: tuple[str, ...], unconfirmed: str | None) -> tuple[int, int]:
+        """Take what waits no longer off the list.
+
+        :returns: samples and steps of it that count: their branch is confirmed. Of other branches they are lost.
+        """
+        over = {key: self.totals.waiting.pop(key) for key in list(self.totals.waiting) if key != unconfirmed}
+        lost = sum(samples for key, (samples, _) in over.items() if key not in openings)
+        if lost:
+            text = (
+                f"{lost:,} samples that this machine trained on while it was cut off from most of the swarm are not in "
+                "the model: the others went on meanwhile, and had trained more. They were not counted yet."
+            )
+            self._emit("warning", kind="branch", message=text)
+        counted = [what for key, what in over.items() if key in openings]
+        return sum(samples for samples, _ in counted), sum(steps for _, steps in counted)
 
     def end(self) -> None:
         """No more steps; the time since the last one counts."""
@@ -51,4 +79,4 @@ class Tally:
         except OSError as error:  # told once; training goes on
             self._home = None
             self._emit("warning", kind="disk", message=f"Your totals cannot be saved here any more: {error}.")
-        self._emit("totals", **asdict(self.totals))
+        self._emit("totals", **asdict(self.totals) | {"waiting": self.totals.waiting_samples})

@@ -46,7 +46,9 @@ class StepReport:
     `samples`: this peer's own that were in it; `names`: what they are called; `expected`: members that its round should
     have had, ourselves among them; `received`: share of the values for which an answer came; `cause`: one of
     failures.CAUSES if its round lacked something, though the step was taken; `all_samples`: of all members together;
-    `waiting`: names of our samples that a later step may still take.
+    `waiting`: names of our samples that a later step may still take; `openings`: of the branch that the step is on, the
+    last ones; `unconfirmed`: one of them, since which this branch may lose against that of the peers that are missing:
+    the step's samples count when a later report names the opening no longer here, but still there.
     """
 
     epoch: int
@@ -61,6 +63,8 @@ class StepReport:
     cause: str | None = None
     all_samples: int = 0
     waiting: frozenset[Hashable] = frozenset()
+    openings: tuple[str, ...] = ()
+    unconfirmed: str | None = None
 
     @property
     def is_round(self) -> bool:

@@ -89,7 +89,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
     # also: `cause` (records/failures.py), if the round lacked something; of all stays, `rounds`, `complete_groups`,
     # `failed`
     "epoch": ("epoch", "samples", "total_samples", "loss", "group_size", "received", "seconds", "sent_bytes"),
-    "totals": ("samples", "epochs", "seconds"),  # of all stays of this machine in this run
+    # of all stays of this machine in this run; also: `waiting`, samples of a branch that may lose, in no total yet
+    "totals": ("samples", "epochs", "seconds"),
     "swarm": ("num_peers", "rank", "share", "samples_per_second"),  # who is here, by their own account
     "traffic": ("sent", "received"),  # bytes since this process began
     "cut_off": ("reason",),  # nobody can be reached; nothing is counted until "back"

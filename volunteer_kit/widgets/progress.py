@@ -49,6 +49,7 @@ class Progress:
 
     my_samples: int = 0  # that entered applied steps, over all restarts
     my_epochs: int = 0
+    my_waiting: int = 0  # samples that are in the model of this side of a swarm in two parts; not in my_samples
     share: float | None = None  # of all samples of the volunteers now here, 0 to 1
     rank: int | None = None  # 1: the most samples
     volunteers: int | None = None  # now here, this one included

@@ -176,6 +176,8 @@ def _place(progress: Progress) -> list[str]:
 
 
 def _are_in(progress: Progress) -> list[str]:
+    if progress.my_waiting:  # it is cut off from most of the swarm
+        return [f"{count(progress.my_waiting, 'sample')} of yours wait for the others"]
     return ["your samples are in"] if progress.my_samples else []
 
 
@@ -191,11 +193,12 @@ def facts(progress: Progress) -> list[Fact]:
     place = f"{ordinal(p.rank)} of {number(p.volunteers)}" if p.rank and p.volunteers else ""
     share = f"{percent(p.share)} of the swarm's" if known(p.share) else ""
     steps = f"in {count(p.my_epochs, 'step')}" if p.my_epochs else "none counted yet"
+    given = (share if p.my_samples else "") or steps
     of_all = f"of {number(p.total_epochs)}" if p.total_epochs else ""
     here = p.volunteers if known(p.volunteers) else None
     swarm_speed = f"{number(p.swarm_samples_per_second)} samples/s together" if p.swarm_samples_per_second else ""
     return [
-        Fact("Your samples", number(p.my_samples), (share if p.my_samples else "") or steps),
+        Fact("Your samples", number(p.my_samples), f"{number(p.my_waiting)} more wait" if p.my_waiting else given),
         Fact("Your place", place or NOT_YET, "by samples given" if place else ""),
         Fact("Your speed", f"{number(p.samples_per_second)} samples/s", "pictures with captions"),
         Fact("The swarm", count(here, "volunteer") if here is not None else NOT_YET, swarm_speed),
@@ -273,7 +276,13 @@ def summary(progress: Progress) -> list[str]:
     """The last lines of a stay; the last word may be several."""
     p = progress
     share = f", {percent(p.share)} of what those here gave" if known(p.share) else ""
-    return [
+    lines = [
         *f"{headline(p)}. {meaning(p)}".split("\n"),
         f"{count(p.my_samples, 'sample')} of yours in {count(p.my_epochs, 'step')}{share}; {stay(p)}.",
     ]
+    if p.my_waiting:
+        lines.append(
+            f"{number(p.my_waiting)} more came when most of the swarm was away. They count once those are back, or "
+            "somebody new joins, unless the others have trained more meanwhile."
+        )
+    return lines

@@ -659,7 +659,7 @@ class Engine:
 
     def _apply(self, action: Apply) -> None:
         item = action.item
-        step = item.step
+        step, membership = item.step, item.membership
         self._applied_at = time.monotonic()
         if isinstance(step, Entry):
             self._exchange.settle(step.fingerprint, step.answers)
@@ -688,6 +688,8 @@ class Engine:
                     received - before[1],
                     done,
                     self._gradients.life,
+                    membership.openings,
+                    membership.unconfirmed.opening if membership.unconfirmed is not None else None,
                 )
             )
             self._states.write_if_on_grid(item.head.epoch)

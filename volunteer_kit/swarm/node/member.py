@@ -924,6 +924,8 @@ class NodeOptimizer:
                 cause=INCOMPLETE if step.is_step and step.received < 1 else None,
                 all_samples=step.samples,
                 waiting=waiting,
+                openings=tuple(each.hex() for each in message.openings),
+                unconfirmed=message.unconfirmed.hex() if message.unconfirmed is not None else None,
             )
         )
 

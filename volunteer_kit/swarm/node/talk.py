@@ -293,6 +293,8 @@ class Step:
     received_bytes: int = 0
     done: tuple[tuple[int, int], ...] = ()
     life: int = 0
+    openings: tuple[bytes, ...] = ()  # of the branch, the last ones
+    unconfirmed: bytes | None = None  # the opening since which the branch may lose
 
 
 @dataclass(frozen=True)

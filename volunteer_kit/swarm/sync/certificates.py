@@ -5,7 +5,7 @@ The electorate is a function of the log alone; a leaver's goodbye takes the plac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -17,6 +17,7 @@ VOTES_FROM: Final = 3  # entries that a peer takes part in before it votes
 SLOTS_KEPT: Final = 4  # a leaver's goodbye may come from one of them
 MOST_OBSERVERS: Final = 2  # members of a view that need not bring samples
 FEW_VOTERS: Final = 3  # while there are fewer, the oldest newcomers vote too
+OPENINGS_KEPT: Final = 8  # of a branch; what waits for an older one is given up
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,22 @@ class Certificate(NamedTuple):
     goodbyes: tuple[Goodbye, ...] = ()
 
 
+class Unconfirmed(NamedTuple):
+    """A branch on which too few have been seen: those that are missing may have gone on as a quorum."""
+
+    opening: bytes  # lineage of the branch's first opening that is not confirmed
+    electorate: frozenset[str]  # when it was opened
+    view: frozenset[str]
+    seen: frozenset[str]  # members of the opening, and of the groups behind it
+
+    def after(self, group: Set[str]) -> Unconfirmed | None:
+        """What is left of it behind an entry of this group: nothing, once a quorum of those who were to vote has been
+        seen, or somebody new has come, who would have found the others if they were there."""
+        seen = self.seen | group
+        is_confirmed = bool(group - self.view) or is_quorum(self.electorate, seen)
+        return None if is_confirmed else self._replace(seen=frozenset(seen & self.view))
+
+
 @dataclass(frozen=True)
 class Membership:
     """Who is in the run and who votes: a function of the log alone."""
@@ -59,6 +76,8 @@ class Membership:
     since: Mapping[str, int]  # epoch of its first one
     banned: frozenset[str] = frozenset()
     slots: tuple[bytes, ...] = ()  # the last ones before this
+    openings: tuple[bytes, ...] = ()  # lineages of the branch's last openings
+    unconfirmed: Unconfirmed | None = None  # the branch may lose against that of those who are missing
 
     @staticmethod
     def genesis(members: Iterable[Member]) -> Membership:
@@ -116,7 +135,9 @@ class Membership:
             peer: min(VOTES_FROM, self.entries.get(peer, self._start(peer)) + (peer in present)) for peer in view
         }
         since = {peer: self.since.get(peer, entry.epoch) for peer in view}
-        return Membership(self.founders - away, recent, entries, since, banned, self._slots_before(entry.parent))
+        slots = self._slots_before(entry.parent)
+        unconfirmed = self.unconfirmed.after(present) if self.unconfirmed is not None else None
+        return Membership(self.founders - away, recent, entries, since, banned, slots, self.openings, unconfirmed)
 
     def _slots_before(self, parent: bytes) -> tuple[bytes, ...]:
         return (*self.slots, parent)[-SLOTS_KEPT:]
@@ -124,6 +145,9 @@ class Membership:
     def opened(self, opening: Opening) -> Membership:
         """The membership behind an opening: those that it lists, and all of them vote."""
         group = tuple(sorted(member for member in opening.members if member.peer not in self.banned))
+        unconfirmed = self.unconfirmed
+        if unconfirmed is None:
+            unconfirmed = Unconfirmed(opening.lineage, self.electorate, frozenset(self.view), frozenset())
         return Membership(
             self.founders,
             (group,),
@@ -131,6 +155,8 @@ class Membership:
             {each.peer: self.since.get(each.peer, 0) for each in group},
             self.banned,
             self._slots_before(opening.parent),
+            (*self.openings, opening.lineage)[-OPENINGS_KEPT:],
+            unconfirmed.after({each.peer for each in group}),
         )
 
     def left(self, goodbyes: Iterable[Goodbye], slot: bytes, ballot: Ballot) -> frozenset[str]:
