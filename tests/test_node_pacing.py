@@ -444,3 +444,31 @@ def test_a_receiver_whose_line_was_cut_measures_no_line(answers):
                 keeper.wrote("other", WRITE, not answers and step % 200 == 0)
         keeper.wrote("cut", WRITE, True)
     assert keeper.uplink_mbps is None and keeper.reserve("other", WRITE) == 0.0
+
+
+@pytest.mark.parametrize("ticks_first", [False, True])
+def test_a_process_that_was_stopped_measures_no_line(ticks_first):
+    """It was stopped for 30 s in the midst of a write that blocked. The loop may look at the write first, or tick."""
+    now = 100.0
+    keeper = PaceKeeper(clock=lambda: now)
+
+    def write(seconds: float) -> None:
+        nonlocal now
+        for _ in range(round(seconds / STEP)):
+            with keeper.writing("other"):
+                keeper.reserve("other", WRITE)
+                now += STEP
+                keeper.tick()
+                keeper.wrote("other", WRITE, True)
+
+    write(5.0)
+    before = keeper.uplink_mbps
+    for _ in range(3):
+        with keeper.writing("other"):
+            keeper.reserve("other", WRITE)
+            now += 30.0
+            if ticks_first:
+                keeper.tick()
+            keeper.wrote("other", WRITE, True)
+        write(3.0)
+    assert keeper.uplink_mbps == pytest.approx(before, rel=0.1)

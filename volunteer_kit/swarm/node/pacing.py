@@ -6,9 +6,9 @@ Data that a program has written lie in the buffers of the system, of p2pd and of
 The uplink is measured where writes block. The buffers are then full, and they are as full when the next write has
 blocked: what was taken in between is what the line has carried. Where the program had nothing to write to this receiver
 for a part of that time, or the receiver answered no heartbeat, it is what the program had, and only more than is known
-says something about the line. A line at which no
-write blocks for a while is tried a little faster. Heartbeats that take longer than usual say sooner that this was too
-much: bulk then yields until the queue is gone.
+says something about the line. Time in which this process did not run says nothing. A line at which no write blocks for
+a while is tried a little faster. Heartbeats that take longer than usual say sooner that this was too much: bulk then
+yields until the queue is gone.
 
 p2pd alone buffers megabytes for each peer, in front of the heartbeats: 8 s on a line of 1 Mbit/s that nobody has
 measured yet, or to a receiver that is slow, and a peer that is silent for 5 s is given up. So there is a window for
@@ -45,6 +45,7 @@ FLOOR = 0.5  # of the last measurement: a busy machine answers heartbeats late a
 ALONE = 0.8  # of the bytes of a measurement that went to one receiver: it may be its line that was measured
 IDLE = 0.1  # of a measurement in which there was nothing to write
 FORGOTTEN = 60.0  # s after the last write to a peer
+STOPPED = 1.0  # s between two ticks: the process was stopped, or had no processor
 OVERDUE = 2.5  # s without an answer: what is on the way to this peer no longer keeps others waiting
 LEAST_WINDOW, MOST_WINDOW = 2**18, 2**23  # bytes; 2 s of 1 Mbit/s, and 50 MB/s to a peer that answers after 0.16 s
 
@@ -310,6 +311,7 @@ class PaceKeeper:
         self._told = 0.0  # bytes/s
         self._total = 0  # bytes that were written
         self._wrote_at: float | None = None  # s
+        self._ticked_at: float | None = None  # s
         self._begin_span(clock())
 
     @property
@@ -338,6 +340,19 @@ class PaceKeeper:
             if not receiver.writers:
                 receiver.idle_since = self._clock()
 
+    def tick(self) -> None:
+        """To be called several times a second. Where it is not, this process did not run meanwhile."""
+        now = self._clock()
+        self._notice_stop(now)
+        self._ticked_at = now
+
+    def _notice_stop(self, now: float) -> None:
+        if self._ticked_at is not None and now - self._ticked_at > STOPPED:
+            self._ticked_at = now
+            for receiver in self._receivers.values():
+                receiver.full = None
+            self._begin_span(now)
+
     def tell_silent(self, peer: str) -> None:
         """To be called several times a second while `peer` answers no heartbeat: that a write to it waits does not
         measure a line."""
@@ -365,6 +380,7 @@ class PaceKeeper:
     def wrote(self, peer: str, num_bytes: int, blocked: bool) -> None:
         """The write has been taken. :param blocked: whether it had to wait for room in the buffers"""
         now = self._clock()
+        self._notice_stop(now)
         self._total += num_bytes
         receiver = self._receiver(peer, now)
         receiver.wrote_at = self._wrote_at = now

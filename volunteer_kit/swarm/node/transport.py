@@ -332,6 +332,7 @@ class Transport:
             if lateness > LATE:
                 due = now
             self.check_again()
+            self._line.up.tick()
             links = [*self._links.values()]
             for link in links:
                 link.tick(now, lateness if lateness > LATE else 0.0)
