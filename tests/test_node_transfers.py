@@ -389,15 +389,15 @@ def test_one_offer_for_each_follower_and_not_too_many(tmp_path):
         streams, wanted = [], encode(OfferWanted())
         for number in range(FOLLOWERS_WAITING + 2):
             streams.append(await Wire(hub, f"peer {number}").ask("a", OFFER, wanted, 1.0))
-        again = await Wire(hub, "peer 0").ask("a", OFFER, wanted, 1.0)
-        for stream in (again, *streams[FOLLOWERS_WAITING:]):
+        again, too_often = [await Wire(hub, "peer 0").ask("a", OFFER, wanted, 1.0) for _ in range(2)]
+        for stream in (too_often, *streams[FOLLOWERS_WAITING:]):
             with pytest.raises(Closed):
                 await stream.receive(PATIENCE)
         assert a.asked == transfers.SERVED_AT_ONCE
         a.may_give.set()
-        for stream in streams[:FOLLOWERS_WAITING]:
+        for stream in (*streams[:FOLLOWERS_WAITING], again):
             assert (await receive_blob(stream, 10**6, PATIENCE)).startswith(encode(SNAP)[:1])
-        for stream in streams:
+        for stream in (*streams, again):
             stream.close()
         assert isinstance(await b.transfers.fetch_state("a", tmp_path / "here.x", 1.0), Offer)
 

@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -50,6 +50,7 @@ STATE_BASE: Final = 2**20  # bytes beside
 SILENCE: Final = 20.0  # s that a sender may be silent within a transfer
 SERVED_AT_ONCE: Final = 4  # offers and states of orders; others wait
 FOLLOWERS_WAITING: Final = 16  # more are sent away
+ASKED_EACH: Final = 2  # by one follower: it has given up the first, and this side does not know it yet
 LINES: Final = 64  # channels on which chunks are given
 LINES_EACH: Final = 4  # of one peer
 CHUNK_WITHIN: Final = 120.0  # s for one chunk
@@ -201,7 +202,7 @@ class Transfers:
         self._checkpoint = checkpoint
         self._most_state = STATE_BASE + STATE_SHARE * elements
         self._serving = asyncio.Semaphore(SERVED_AT_ONCE)
-        self._followers: set[tuple[str, str]] = set()  # (what it waits for, peer)
+        self._followers: dict[tuple[str, str], deque[asyncio.Event]] = {}  # (what it waits for, peer) -> its turns
         self._lines: Counter[str] = Counter()  # peer -> channels on which it is given chunks
         carrier.answer(ANSWERS, self._give_answers)
         carrier.answer(CHECKPOINT, self._give_checkpoint)
@@ -278,17 +279,28 @@ class Transfers:
 
     @asynccontextmanager
     async def _follower(self, what: str, peer: str) -> AsyncIterator[bool]:
-        """One transfer of a kind for each follower: whether it is this one's turn."""
+        """One transfer of a kind at a time for each follower: whether this one is served. A second one waits until the
+        first has ended."""
         key = (what, peer)
-        if key in self._followers or sum(kind == what for kind, _ in self._followers) >= FOLLOWERS_WAITING:
+        turns = self._followers.get(key, deque())
+        is_one_too_many = not turns and sum(kind == what for kind, _ in self._followers) >= FOLLOWERS_WAITING
+        if is_one_too_many or len(turns) >= ASKED_EACH:
             yield False
             return
-        self._followers.add(key)
+        self._followers[key] = turns
+        turn = asyncio.Event()
+        turns.append(turn)
         try:
+            if turns[0] is not turn:
+                await turn.wait()
             async with self._serving:
                 yield True
         finally:
-            self._followers.discard(key)
+            turns.remove(turn)
+            if turns:
+                turns[0].set()
+            else:
+                del self._followers[key]
 
     async def _give_checkpoint(self, peer: str, head: bytes, channel: Channel) -> None:
         try:
