@@ -98,15 +98,21 @@ def flush(path: Path) -> None:
 # --- what killed writers left ---
 
 
+# one pattern for all names: a process that compiles one for each file that it writes keeps hundreds of them
+_OURS = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
+_OLDER = re.compile(r"\.(.+)\.(\d{1,7})(?:\.tmp|\.part)?")  # of versions that named it after their process
+
+
 def clear_leftovers(path: Path) -> None:
     """Delete what killed writers of `path` left beside it. What a living one writes stays."""
-    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
-    older = re.compile(rf"\.({re.escape(path.name)}|{re.escape(path.stem)})\.(\d{{1,7}})(\.tmp|\.part)?")
     with suppress(OSError):
         for found in list(path.parent.iterdir()):
-            if ours.fullmatch(found.name):
+            match = _OURS.fullmatch(found.name)
+            if match and match[1] == path.name:
                 clear_if_left(found)
-            elif match := older.fullmatch(found.name):  # of versions that named it after their process
+                continue
+            match = _OLDER.fullmatch(found.name)
+            if match and match[1] in (path.name, path.stem):
                 _clear_if_dead(found, int(match[2]))
 
 
