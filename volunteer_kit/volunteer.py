@@ -296,6 +296,7 @@ def _first_picture(config, house: Home) -> Progress:
         help_url=config.help_url,
         my_samples=totals.samples,
         my_epochs=totals.epochs,
+        my_waiting=totals.waiting_samples,
         total_epochs=config.optimizer.total_epochs,
         target_batch_size=config.target_batch_size,
     )
