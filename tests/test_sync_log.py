@@ -198,7 +198,7 @@ def test_when_everybody_has_left_a_branch_of_newcomers_is_confirmed_at_once():
 
 
 def test_the_survivors_of_a_tie_need_no_confirmation_of_the_missing_half():
-    """Of two the smaller id decides alone, so the other's branch waits for it."""
+    """The smaller id of two decides alone, so the branch of the other waits for it."""
     two = LogItem.genesis(members("ab"))
     assert behind(two, members("a"), voters="a").membership.unconfirmed is None
     assert opened(two, "b").membership.unconfirmed is not None

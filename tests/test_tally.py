@@ -1,4 +1,4 @@
-"""What is shown as counted stays counted: samples of a branch that may lose wait."""
+"""Counted samples stay counted: those of a branch that may lose wait."""
 
 from __future__ import annotations
 

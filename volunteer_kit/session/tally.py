@@ -15,7 +15,7 @@ from volunteer_kit.training.callbacks import Emit
 class Tally:
     """`samples`, `epochs`: of this process; `totals`, `rounds`: of all stays of this machine in this run.
 
-    What is counted stays counted: samples that only the members of a branch have wait until a quorum is on it.
+    Counted samples stay counted: those that only the members of a branch have wait until a quorum is on it.
 
     :param home: where the totals are kept; None: nowhere
     """
@@ -46,9 +46,9 @@ class Tally:
         return now_counted
 
     def _settle(self, openings: tuple[str, ...], unconfirmed: str | None) -> tuple[int, int]:
-        """Take what waits no longer off the list.
+        """Take the samples that no longer wait off the list.
 
-        :returns: samples and steps of it that count: their branch is confirmed. Of other branches they are lost.
+        :returns: samples and steps that count now, since their branch is confirmed; those of other branches are lost
         """
         over = {key: self.totals.waiting.pop(key) for key in list(self.totals.waiting) if key != unconfirmed}
         lost = sum(samples for key, (samples, _) in over.items() if key not in openings)

@@ -59,8 +59,8 @@ class Unconfirmed(NamedTuple):
     seen: frozenset[str]  # members of the opening, and of the groups behind it
 
     def after(self, group: Set[str]) -> Unconfirmed | None:
-        """What is left of it behind an entry of this group: nothing, once a quorum of those who were to vote has been
-        seen, or somebody new has come, who would have found the others if they were there."""
+        """Add the members of the next entry. Return None once the branch is confirmed: a quorum of the electorate has
+        been seen, or a newcomer has joined, who would have found the missing members if they were there."""
         seen = self.seen | group
         is_confirmed = bool(group - self.view) or is_quorum(self.electorate, seen)
         return None if is_confirmed else self._replace(seen=frozenset(seen & self.view))
