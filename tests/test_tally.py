@@ -23,8 +23,8 @@ class Machine:
         reading = SimpleNamespace(applied=lambda report: report.samples)
         self.tally = Tally(reading, Home(self._folder), lambda event, **fields: self.told.append((event, fields)))
 
-    def step(self, samples: int, openings: tuple[str, ...] = (), unconfirmed: str | None = None) -> int:
-        report = StepReport(1, samples, 2, 1.0, 0.1, 0, 0, openings=openings, unconfirmed=unconfirmed)
+    def step(self, samples: int, openings: tuple[str, ...] = (), unconfirmed: bool = False) -> int:
+        report = StepReport(1, samples, 2, 1.0, 0.1, 0, 0, openings=openings, is_unconfirmed=unconfirmed)
         return self.tally.count(report)
 
     @property
@@ -43,7 +43,7 @@ def machine(tmp_path):
     machine = Machine(tmp_path)
     assert machine.step(100) == 100 and machine.shown == (100, 1, 0)
     for waiting in (16, 32):
-        assert machine.step(16, ("one",), "one") == 0
+        assert machine.step(16, ("one",), True) == 0
         assert machine.shown == (100, 1, waiting)
     return machine
 
@@ -68,13 +68,19 @@ def test_a_restart_forgets_nothing_that_waits(machine, openings):
 
 
 def test_a_branch_behind_another_counts_and_falls_with_the_first(machine):
-    assert machine.step(4, ("one", "two"), "one") == 0
+    assert machine.step(4, ("one", "two"), True) == 0
     assert machine.shown == (100, 1, 36)
     assert machine.step(0, ("one", "two")) == 36
 
 
+def test_of_two_branches_behind_one_opening_only_that_which_won_counts(machine):
+    assert machine.step(4, ("one", "lost"), True) == 0
+    assert machine.step(2, ("one", "won")) == 34
+    assert machine.shown == (134, 4, 0) and machine.warnings[0].startswith("4 samples that this machine trained on")
+
+
 def test_one_branch_may_be_lost_and_another_begun(machine):
-    assert machine.step(4, ("other",), "other") == 0
+    assert machine.step(4, ("other",), True) == 0
     assert machine.shown == (100, 1, 4) and len(machine.warnings) == 1
 
 

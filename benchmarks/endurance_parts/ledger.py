@@ -36,7 +36,7 @@ def keep() -> None:
         apply(optimizer, step)
 
     def count_and_write(tally, report) -> int:
-        told = {"unconfirmed": report.unconfirmed, "openings": report.openings}
+        told = {"unconfirmed": report.is_unconfirmed, "openings": report.openings}
         write(step=report.epoch, samples=report.samples, **told)
         return count(tally, report)
 
@@ -87,17 +87,17 @@ def counted_steps(lines: list[dict]) -> Iterator[tuple[int, str | None, int]]:
         if "lineage" in line:
             taken[line["pid"], line["epoch"]] = line["lineage"]
             continue
-        opening = line["unconfirmed"]
-        for over in waiting.keys() - {opening}:
+        openings, is_unconfirmed = line["openings"], line["unconfirmed"]
+        for over in waiting.keys() - set(openings if is_unconfirmed else ()):
             steps = waiting.pop(over)
-            if over in line["openings"]:
+            if over in openings:
                 yield from steps
         if line["samples"]:
             step = line["step"], taken.get((line["pid"], line["step"])), line["samples"]
-            if opening is None:
-                yield step
+            if is_unconfirmed:
+                waiting.setdefault(openings[-1], []).append(step)
             else:
-                waiting.setdefault(opening, []).append(step)
+                yield step
 
 
 def verdict(lines: list[dict], line: dict[int, str]) -> Verdict:

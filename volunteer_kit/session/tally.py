@@ -36,26 +36,27 @@ class Tally:
         self.rounds.count(report)
         self.totals.rounds = self.rounds.as_dict()
         earned = self._reading.applied(report)
-        now_counted, epochs = self._settle(report.openings, report.unconfirmed)
-        if report.unconfirmed is None:
+        now_counted, epochs = self._settle(report.openings, report.is_unconfirmed)
+        if not report.is_unconfirmed:
             now_counted, epochs = now_counted + earned, epochs + int(earned > 0)
         elif earned:
-            waiting, steps = self.totals.waiting.get(report.unconfirmed, (0, 0))
-            self.totals.waiting[report.unconfirmed] = waiting + earned, steps + 1
+            waiting, steps = self.totals.waiting.get(report.openings[-1], (0, 0))
+            self.totals.waiting[report.openings[-1]] = waiting + earned, steps + 1
         self._add(now_counted, epochs)
         return now_counted
 
-    def _settle(self, openings: tuple[str, ...], unconfirmed: str | None) -> tuple[int, int]:
+    def _settle(self, openings: tuple[str, ...], is_unconfirmed: bool) -> tuple[int, int]:
         """Take the samples that no longer wait off the list.
 
         :returns: samples and steps that count now, since their branch is confirmed; those of other branches are lost
         """
-        over = {key: self.totals.waiting.pop(key) for key in list(self.totals.waiting) if key != unconfirmed}
+        still = openings if is_unconfirmed else ()
+        over = {key: self.totals.waiting.pop(key) for key in list(self.totals.waiting) if key not in still}
         lost = sum(samples for key, (samples, _) in over.items() if key not in openings)
         if lost:
             text = (
                 f"{lost:,} samples that this machine trained on while it was cut off from most of the swarm are not in "
-                "the model: the others went on meanwhile, and had trained more. They were not counted yet."
+                "the run's model, and were never counted: the swarm goes on from another one."
             )
             self._emit("warning", kind="branch", message=text)
         counted = [what for key, what in over.items() if key in openings]

@@ -47,8 +47,8 @@ class StepReport:
     have had, ourselves among them; `received`: share of the values for which an answer came; `cause`: one of
     failures.CAUSES if its round lacked something, though the step was taken; `all_samples`: of all members together;
     `waiting`: names of our samples that a later step may still take; `openings`: of the branch that the step is on, the
-    last ones; `unconfirmed`: one of them, since which this branch may lose against that of the peers that are missing:
-    the step's samples count when a later report names the opening no longer here, but still there.
+    last ones; `is_unconfirmed`: the branch may lose against that of the peers that are missing, so the samples wait for
+    a report of a confirmed branch that still has the opening behind which they came, the last one here.
     """
 
     epoch: int
@@ -64,7 +64,7 @@ class StepReport:
     all_samples: int = 0
     waiting: frozenset[Hashable] = frozenset()
     openings: tuple[str, ...] = ()
-    unconfirmed: str | None = None
+    is_unconfirmed: bool = False
 
     @property
     def is_round(self) -> bool:

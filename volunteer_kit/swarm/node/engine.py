@@ -689,7 +689,7 @@ class Engine:
                     done,
                     self._gradients.life,
                     membership.openings,
-                    membership.unconfirmed.opening if membership.unconfirmed is not None else None,
+                    membership.unconfirmed is not None,
                 )
             )
             self._states.write_if_on_grid(item.head.epoch)

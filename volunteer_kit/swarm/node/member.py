@@ -925,7 +925,7 @@ class NodeOptimizer:
                 all_samples=step.samples,
                 waiting=waiting,
                 openings=tuple(each.hex() for each in message.openings),
-                unconfirmed=message.unconfirmed.hex() if message.unconfirmed is not None else None,
+                is_unconfirmed=message.is_unconfirmed,
             )
         )
 

@@ -294,7 +294,7 @@ class Step:
     done: tuple[tuple[int, int], ...] = ()
     life: int = 0
     openings: tuple[bytes, ...] = ()  # of the branch, the last ones
-    unconfirmed: bytes | None = None  # the opening since which the branch may lose
+    is_unconfirmed: bool = False  # the branch may lose
 
 
 @dataclass(frozen=True)

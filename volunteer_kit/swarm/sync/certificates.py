@@ -17,7 +17,7 @@ VOTES_FROM: Final = 3  # entries that a peer takes part in before it votes
 SLOTS_KEPT: Final = 4  # a leaver's goodbye may come from one of them
 MOST_OBSERVERS: Final = 2  # members of a view that need not bring samples
 FEW_VOTERS: Final = 3  # while there are fewer, the oldest newcomers vote too
-OPENINGS_KEPT: Final = 8  # of a branch; what waits for an older one is given up
+OPENINGS_KEPT: Final = 32  # of a branch; what waits for an older one is given up
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class Certificate(NamedTuple):
 class Unconfirmed(NamedTuple):
     """A branch on which too few have been seen: those that are missing may have gone on as a quorum."""
 
-    opening: bytes  # lineage of the branch's first opening that is not confirmed
-    electorate: frozenset[str]  # when it was opened
+    electorate: frozenset[str]  # at its first opening that is not confirmed
     view: frozenset[str]
     seen: frozenset[str]  # members of the opening, and of the groups behind it
 
@@ -147,7 +146,7 @@ class Membership:
         group = tuple(sorted(member for member in opening.members if member.peer not in self.banned))
         unconfirmed = self.unconfirmed
         if unconfirmed is None:
-            unconfirmed = Unconfirmed(opening.lineage, self.electorate, frozenset(self.view), frozenset())
+            unconfirmed = Unconfirmed(self.electorate, frozenset(self.view), frozenset())
         return Membership(
             self.founders,
             (group,),
