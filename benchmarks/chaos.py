@@ -12,6 +12,11 @@ goodput under faults, dead time (from a kill to the first microbatch of the rest
 the seconds, / that without. A stopped device's seconds are not taken off, and are no contention; with them off as well
 it is goodput_kept_less_stops.
 
+worst_round_ratio: the longest round of a worker, from its beginning to its certificate there, / the median without
+faults. That of a worker that is stopped or cut off ends when it is back, so worst_spared_round_ratio is that of the
+workers on whom no fault was meanwhile, and rounds_over_twice the share of their rounds that took more than twice the
+median.
+
 Each sample is accounted for (home_parts/accounts.py), and so is each second: goodput and the losses by
 cause are 1 together. Beside that stands what the protocol alone keeps under the same faults, by virtual time
 (home_parts/simulated.py).
@@ -61,12 +66,13 @@ class Stay:
     begin: float  # time.monotonic()
     end: float
     gaps: list[float]  # s between two steps of the swarm
-    rounds: list[float]  # s
+    rounds: list[float]  # s, of each worker
     faults: list[Fault]
     failures: Counter
     applied: float  # s of devices
     contention: float
     account: Seconds = field(default_factory=dict)  # s of devices by where they went
+    spared_rounds: list[float] = field(default_factory=list)  # s; no fault was on their worker meanwhile
     crashes: int = 0
     manual_actions: int = 0
     pressure: float = 0.0
@@ -145,12 +151,29 @@ def settle(speeds: Sequence[float], workers: list[list[Events]], begin: float, e
         ).between(first, last)
         for number, (speed, processes) in enumerate(zip(speeds, workers, strict=True))
     )
-    took_part = [[e for e in events if e["event"] == "step" and e["samples"]] for events in everything]
+    took_part = [
+        (number, [e for e in events if e["event"] == "step" and e["samples"]])
+        for number, processes in enumerate(workers)
+        for events in processes
+    ]
+    spared = [(number, [e for e in steps if not was_hit(number, e, faults)]) for number, steps in took_part]
+    rounds, spared_rounds = (
+        ledger.round_seconds([steps for _, steps in some], first, last) for some in (took_part, spared)
+    )
     return Stay(
-        first, last, gaps, ledger.round_seconds(took_part, first, last), faults,
+        first, last, gaps, rounds, faults, spared_rounds=spared_rounds,
         failures=Counter(e["message"] for events in everything for e in events if e["event"] == "warning"),
         applied=account[accounts.COMMITTED], contention=account.get(accounts.CONTENTION, 0.0), account=account,
     )  # fmt: skip
+
+
+def was_hit(number: int, step: dict, faults: Sequence[Fault]) -> bool:
+    """Return whether a fault was on this worker in the round of its step."""
+    began, ended = step["at"] - step["seconds"], step["at"]
+    return any(
+        number in fault.numbers and fault.at < ended and (fault.until is None or fault.until > began)
+        for fault in faults
+    )
 
 
 def between_steps(events: Sequence[Events], begin: float, end: float) -> tuple[float, float, list[float]]:
@@ -179,6 +202,7 @@ def simulated(trial: Trial, loud: Stay) -> Kept:
 def figures(workers: int, quiet: Stay, loud: Stay) -> dict:
     dead = [fault.until - fault.at if fault.until else float("inf") for fault in loud.kills]
     before = quiet.goodput(workers)
+    usual, spared = ledger.middle(quiet.rounds), loud.spared_rounds
     told = {
         "goodput_without_faults": before,
         "goodput_under_faults": loud.goodput(workers),
@@ -189,7 +213,10 @@ def figures(workers: int, quiet: Stay, loud: Stay) -> dict:
         "dead_time_median_s": median(dead) if dead else 0.0,
         "dead_time_worst_s": max(dead, default=0.0),
         "stopped_s": loud.stopped,
-        "worst_round_ratio": max(loud.rounds, default=float("nan")) / ledger.middle(quiet.rounds),
+        "worst_round_ratio": max(loud.rounds, default=float("nan")) / usual,
+        "worst_spared_round_ratio": max(spared, default=float("nan")) / usual,
+        "rounds_over_twice": sum(seconds > 2 * usual for seconds in spared) / max(1, len(spared)),
+        "round_s": usual,
         "worst_gap_ratio": max(loud.gaps) / median(quiet.gaps),
         "epochs": len(loud.gaps),
         "crashes": loud.crashes,

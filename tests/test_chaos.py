@@ -61,6 +61,22 @@ def test_losses_are_what_goodput_lacks():
     assert found["worst_gap_ratio"] == pytest.approx(1.0)
 
 
+def test_a_round_of_a_stopped_worker_is_not_one_of_the_spared():
+    """Each round lasts 1 s and ends with its step; those of 120 and 150 lasted 9 s on the worker that was stopped."""
+    long = life(100, 190)
+    for step in (event for event in long if event["event"] == "step" and event["at"] in (120, 150)):
+        step["seconds"] = 9.0
+    faults = [Fault("stop", (1,), 112.0, 119.5), Fault("stop", (0,), 142.0, 148.5)]
+    stay = settle([SPEED, SPEED], [[life(100, 190)], [long]], 105.0, 185.0, faults)
+    quiet = settle([SPEED, SPEED], [[life(100, 190)], [life(100, 190)]], 105.0, 185.0, [])
+    assert len(stay.rounds) == len(stay.spared_rounds) + 1 == 14
+    found = figures(2, quiet, stay)
+    assert found["worst_round_ratio"] == found["worst_spared_round_ratio"] == 9.0
+    assert found["rounds_over_twice"] == pytest.approx(1 / 13)
+    only = settle([SPEED, SPEED], [[life(100, 190)], [long]], 105.0, 145.0, faults)
+    assert figures(2, quiet, only)["worst_spared_round_ratio"] == 1.0
+
+
 @pytest.mark.parametrize(
     "fault, inside",
     [
