@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_hf_failures import trainers
 
-STEPS = 40
+STEPS = 30
 PAUSE = 0.4  # s of a batch: steps of milliseconds would be over before the second peer has compiled its first one
 LEAST = 8  # steps that all are in
 
