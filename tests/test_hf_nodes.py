@@ -157,13 +157,15 @@ class FakeNode:
     def __init__(self):
         self.lineage, self.model_epoch, self.is_leaving = b"0", 0, False
         self.peers, self.observers, self.place, self.given, self.reports = 1, 0, 0, [], deque()
-        self.coming, self.waited = 0, 0
+        self.coming, self.waited, self.epoch_seconds = 0, 0, 0.0
 
     def join(self, patience):
         return False
 
     def progress(self):
-        return SwarmProgress(self.peers + self.observers, 0, 0, computing=self.peers, place=self.place)
+        return SwarmProgress(
+            self.peers + self.observers, 0, 0, computing=self.peers, place=self.place, epoch_seconds=self.epoch_seconds
+        )
 
     def step(self, samples, grad_scale, names):
         self.given.append((samples, samples / grad_scale))
@@ -251,6 +253,21 @@ def test_where_a_step_is_a_batch_peers_compute_one_epoch_each(place):
             loop.node.commit()
             loop.swarm.take()
     assert len(loop.node.given) == 2 and loop.swarm.takes_turns
+
+
+@pytest.mark.parametrize("epoch_seconds, is_too_slow", [(2.0, True), (4.0, False), (0.0, False)])
+def test_a_trainer_whose_batches_come_too_late_is_told(epoch_seconds, is_too_slow):
+    """A batch takes 8 s; steps may be 4 epochs late, and half a batch more is needed to travel."""
+    loop = Loop(target=16, peers=2)
+    loop.node.epoch_seconds = epoch_seconds
+    assert not loop.swarm.why_too_slow, "it has computed nothing yet"
+    loop.swarm.step(4)
+    assert not loop.swarm.why_too_slow, "its speed is not known yet"
+    loop.swarm.saw(0.5, [8.0])
+    assert bool(loop.swarm.why_too_slow) == is_too_slow
+    if is_too_slow:
+        assert "takes this machine 8.0 s" in loop.swarm.why_too_slow
+        assert "per_device_train_batch_size" in loop.swarm.why_too_slow
 
 
 def test_who_computes_while_rounds_run_waits_for_nobody():

@@ -766,6 +766,7 @@ def test_a_device_whose_work_comes_too_late_is_told(peer, monkeypatch, epoch, is
         peer.link.say(Granted(number % 2))
         peer.heard()
         ahead += 8.0
+    assert peer.member.progress().epoch_seconds == epoch
     assert bool(peer.member.why_too_slow) == is_too_slow
     if is_too_slow:
         assert "--batch-size 2" in peer.member.why_too_slow and "4 steps late" in peer.member.why_too_slow

@@ -82,7 +82,7 @@ class SwarmProgress(NamedTuple):
 
     `num_peers`: in sight, this one included; `swarm_samples`: of all of them; `own_samples`: of this peer, in no step
     yet; `uncallable`: others in sight while nobody can be called, neither they nor this peer; `computing`: in sight,
-    without observers; `place`: of this peer among these.
+    without observers; `place`: of this peer among these; `epoch_seconds`: that an epoch takes, 0: not known.
     """
 
     num_peers: int
@@ -91,3 +91,4 @@ class SwarmProgress(NamedTuple):
     uncallable: int = 0
     computing: int = 1
     place: int = 0
+    epoch_seconds: float = 0.0

@@ -108,6 +108,7 @@ class Member:
         self._cut_off: str | None = None
         self._num_uncallable = 0  # others, as last told: neither they nor we can be called
         self._told_of_mismatch = self._told_of_turns = self._told_of_sleep = False
+        self._told_of_slowness = False
         self._loudness: int | None = None  # of hivemind's log, before us
         self.must_change_key = False
         self._is_first = not config.peer.initial_peers  # others join by its key
@@ -378,6 +379,10 @@ class Member:
         if self._side.takes_turns and not self._told_of_turns:
             self._told_of_turns = True
             say(self._side.turns.format(target=self.config.options.target_batch_size))
+        too_slow = self.swarm.why_too_slow
+        if too_slow and not self._told_of_slowness:
+            say(too_slow)
+        self._told_of_slowness |= bool(too_slow)
         woke = self._side.reach.woke
         if woke and not self._told_of_sleep:
             say(woke)

@@ -47,6 +47,7 @@ from volunteer_kit.swarm.rounds.beside import BesideGradients, SharedBuffers
 from volunteer_kit.swarm.rounds.layout import Layout
 from volunteer_kit.swarm.rounds.reducer import decode_answer
 from volunteer_kit.swarm.rounds.weighed import factor_of, most_weight_of, units_of, weighed_sync
+from volunteer_kit.swarm.sync.timing import comes_too_late
 from volunteer_kit.training.hf_optimizer import Clip, FirstRates, Schedule, moved, parameters_of
 from volunteer_kit.training.turns import is_turn, share_of, takes_turns
 
@@ -57,6 +58,12 @@ JOIN_PATIENCE: Final = 60.0  # s for a sign of a model, or for this peer to begi
 LOOK: Final = 0.2  # s
 FIRST_SECONDS: Final = 10.0  # in which a peer may not know all that are here
 GONE_AFTER: Final = 3  # calls in a row that nobody took
+TOO_SLOW: Final = (
+    "A batch takes this machine {seconds:.1f} s, and the swarm takes a step every {epoch:.1f} s. Gradients that are "
+    "more than {most} steps late count nothing, so most of its work is lost.\n"
+    "1. Take smaller batches: lower per_device_train_batch_size or gradient_accumulation_steps.\n"
+    '2. Or raise "max_staleness" or "target_batch_size" in hivemind_config["opt"], for all peers.'
+)
 NEWS: Final = {  # topics of sync.messages.Topic that a person should hear of
     "round failed": "A round came to no step and is tried again ({about}). Nothing is lost by it.",
     "proposal refused": "A step was refused ({about}).",
@@ -152,6 +159,7 @@ class NodeSwarm:
         self._owed = 0.0  # part of a sample that no report has
         self._per_weight: float | None = None  # of this epoch, where this peer is alone
         self._speeds: tuple[float, Sequence[float]] = (0.0, ())  # samples/s: ours, the others'
+        self._batch = 0  # samples of the last one
         self._committed = 0  # samples of ours in the steps that were reported in this epoch
         self._late = 0  # samples among `_own` that are in no step, though others took one since
         self._began = time.monotonic()
@@ -199,6 +207,7 @@ class NodeSwarm:
         :param weight: in full samples; None: they are a mean over samples
         :param ends_pass: they are the last of a pass over our data: a peer that is alone steps with what it has
         """
+        self._batch = batch_size
         weight = float(batch_size if weight is None else weight)
         before, is_taken = self.node.lineage, False
         if weight > 0:
@@ -321,6 +330,15 @@ class NodeSwarm:
         :param own: samples/s, and so are `others`
         """
         self._speeds = (own, tuple(others))
+
+    @property
+    def why_too_slow(self) -> str:
+        """Why batches of this device come too late to count, and what to do; "": they do not, as far as known."""
+        speed, most = self._speeds[0], self._settings.max_staleness
+        seconds, epoch = self._batch / speed if speed > 0 else 0.0, self.node.progress().epoch_seconds
+        if not comes_too_late(seconds, epoch, most):
+            return ""
+        return TOO_SLOW.format(seconds=seconds, epoch=epoch, most=most)
 
     @property
     def _patience(self) -> float:

@@ -65,6 +65,7 @@ from volunteer_kit.swarm.rounds.normalised import unit_of
 from volunteer_kit.swarm.sync.config import SyncConfig
 from volunteer_kit.swarm.sync.entries import RollbackOrder
 from volunteer_kit.swarm.sync.phases import Phase
+from volunteer_kit.swarm.sync.timing import SLOW_SLACK, comes_too_late
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,6 @@ ORDER_WITHIN: Final = 30.0  # s, for the node to make an order
 LEFT_WITHIN: Final = 10.0  # s, for the goodbye
 SPEED_EVERY: Final = 10.0  # s, between words of how fast the device is
 JUDGED: Final = 5  # microbatches by whose median a device is judged
-SLOW_SLACK: Final = 1.5  # times a microbatch: it has to travel as well
 SEQUENCE_BITS: Final = 32  # of an order's number; 21 more are left for generations in the JSON of a checkpoint
 LEFT, NOT_FINITE = "left", "not finite"  # causes for which samples are lost here
 ALONE_AFTER: Final = 10.0  # s without a quorum until people are told
@@ -330,11 +330,11 @@ class NodeOptimizer:
     def why_too_slow(self) -> str:
         """Why what this device computes comes too late to count, and what to do; "": it does not, as far as known."""
         epoch = self._progress.epoch_seconds if self._progress is not None else 0.0
-        if len(self._microbatches) < JUDGED or epoch <= 0:
+        if len(self._microbatches) < JUDGED:
             return ""
         seconds, samples = sorted(self._microbatches)[JUDGED // 2]
         most = self._config.max_staleness
-        if SLOW_SLACK * seconds <= max(most, 1) * epoch:
+        if not comes_too_late(seconds, epoch, most):
             return ""
         smaller = max(1, int(samples * most * epoch / (SLOW_SLACK * seconds)))
         return TOO_SLOW.format(seconds=seconds, epoch=epoch, most=most, smaller=smaller)
@@ -374,7 +374,13 @@ class NodeOptimizer:
         if known is None:
             return SwarmProgress(1, own, own, uncallable)
         return SwarmProgress(
-            known.num_peers, known.swarm_samples + own, known.pending + own, uncallable, known.computing, known.place
+            known.num_peers,
+            known.swarm_samples + own,
+            known.pending + own,
+            uncallable,
+            known.computing,
+            known.place,
+            known.epoch_seconds,
         )
 
     @property

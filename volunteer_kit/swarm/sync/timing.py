@@ -26,6 +26,7 @@ WIDER, WIDER_BY_FEW = 2.0, 1.5  # after a failure: times as long; and if it cost
 NEWCOMERS = 1.5  # times as long with members whose line nobody has seen yet
 USUAL_ROUNDS = 5  # rounds by whose median it is judged whether devices wait for the network
 HEADROOM = 1.1  # an epoch should last so many rounds
+SLOW_SLACK = 1.5  # times a microbatch: it has to travel as well
 
 
 def usual_limit(durations: Sequence[float]) -> float:
@@ -101,6 +102,11 @@ def enough_samples(round_seconds: float, epoch_seconds: float, target_batch_size
         return None
     needed = HEADROOM * target_batch_size * round_seconds / epoch_seconds
     return 1 << math.ceil(math.log2(needed))  # a number that somebody would write into a run file
+
+
+def comes_too_late(microbatch_seconds: float, epoch_seconds: float, max_staleness: int) -> bool:
+    """Return whether what a device computes is older than `max_staleness` epochs when it can enter a step."""
+    return 0 < max(max_staleness, 1) * epoch_seconds < SLOW_SLACK * microbatch_seconds
 
 
 def too_slow_network(rounds: Sequence[float], epoch_seconds: float, target_batch_size: int) -> str | None:
