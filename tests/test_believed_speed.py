@@ -9,8 +9,7 @@ from tests.somebody import record_of
 from volunteer_kit.swarm.records.device_speeds import (
     DEVICE_SLACK,
     OWN_SLACK,
-    SLACK,
-    UNMEASURED_SLACK,
+    RARE_SLACK,
     Machine,
     believed_speeds,
     speed_bound,
@@ -33,10 +32,10 @@ def test_while_nobody_has_said_a_speed_nothing_is_known():
 @pytest.mark.parametrize(
     "said, of, speed, why",
     [
-        ({"a": 10.0}, A, SLACK * OWN_SLACK * 10.0, "its own word, with slack"),
-        ({"a": 10.0, "b": 10.0, "c": 900.0}, C, SLACK * DEVICE_SLACK * 10.0, "the same device elsewhere"),
-        ({"a": 10.0, "b": 10.0, "c": 0.0}, C, UNMEASURED_SLACK * DEVICE_SLACK * 10.0, "it has not said it yet"),
-        ({"a": 10.0, "b": 10.0}, STRANGER, UNMEASURED_SLACK * DEVICE_SLACK * 10.0, "to say nothing does not help"),
+        ({"a": 10.0}, A, OWN_SLACK * 10.0, "its own word, with slack"),
+        ({"a": 10.0, "b": 10.0, "c": 900.0}, C, DEVICE_SLACK * 10.0, "the same device elsewhere"),
+        ({"a": 10.0, "b": 10.0, "c": 0.0}, C, DEVICE_SLACK * 10.0, "it has not said it yet"),
+        ({"a": 10.0, "b": 10.0}, STRANGER, RARE_SLACK * 10.0, "to say nothing does not help"),
     ],
 )
 def test_what_is_believed_of_a_device(said, of, speed, why):
@@ -54,11 +53,11 @@ def machines(**said) -> dict[PeerID, Machine]:
     "said, bound, why",
     [
         ({}, 1000.0, "nothing is known of anybody: what the run allows"),
-        ({"a": ("A", "T4", 10.0)}, 15.0, "its own word, with slack"),
+        ({"a": ("A", "T4", 10.0)}, 45.0, "its own word, with slack"),
         ({"a": ("A", "T4", 900.0)}, 1000.0, "no more than the run allows"),
         ({"a": ("A", "T4", 900.0), "b": ("B", "T4", 10.0)}, 1000.0, "one other says too little"),
         ({"a": ("A", "T4", 900.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 60.0, "the same device elsewhere"),
-        ({"a": ("A", "T4", 10.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 15.0, "the least of all"),
+        ({"a": ("A", "T4", 10.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 45.0, "the least of all"),
         ({"a": ("A", "T4", 900.0), "b": ("A", "T4", 500.0), "c": ("A", "T4", 500.0)}, 1000.0, "its own account's"),
         (
             {"a": ("A", "T4", 900.0), "b": ("B", "T4", 9e2), "d": ("B", "T4", 9e2), "c": ("C", "T4", 10.0)},
@@ -71,11 +70,12 @@ def machines(**said) -> dict[PeerID, Machine]:
             "an account has one voice: 11 and 10",
         ),
         ({"a": ("A", "X1", 900.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 300.0, "nobody else has one"),
-        ({"a": ("A", "X1", 100.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 150.0, "and it is as fast as that"),
+        ({"a": ("A", "X1", 60.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 270.0, "and it is as fast as that"),
         ({"a": ("A", "T4", 0.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 60.0, "it says nothing"),
-        ({"a": ("A", "X1", 0.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 60.0, "nothing, of a rare device"),
-        ({"b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 60.0, "no record at all: no better than others'"),
-        ({"a": ("A", "T4", 10.0), "b": ("B", "T4", 0.0), "c": ("C", "T4", 0.0)}, 15.0, "silent ones are no measure"),
+        ({"a": ("A", "X1", 0.0), "b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 300.0, "nothing, of a rare device"),
+        ({"a": ("A", "T4", 0.0), "b": ("B", "T4", 10.0)}, 200.0, "nothing, and one other has its device"),
+        ({"b": ("B", "T4", 10.0), "c": ("C", "T4", 20.0)}, 300.0, "no record at all: it may be a rare one"),
+        ({"a": ("A", "T4", 10.0), "b": ("B", "T4", 0.0), "c": ("C", "T4", 0.0)}, 45.0, "silent ones are no measure"),
     ],
 )
 def test_speed_bound(said, bound, why):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from hivemind.p2p import PeerID
 
-from volunteer_kit.swarm.records.device_speeds import MAX_SAMPLES_PER_SECOND, SLACK, believed_speeds
+from volunteer_kit.swarm.records.device_speeds import MAX_SAMPLES_PER_SECOND, believed_speeds
 from volunteer_kit.swarm.records.peer_record import PeerRecord
 from volunteer_kit.swarm.sync.beliefs import REDUCER_SLACK, Beliefs
 from volunteer_kit.swarm.sync.config import SyncConfig
@@ -65,7 +65,7 @@ class FirstLine:
         records = {peer_id(peer): self._record(peer) for peer in range(len(self.swarm.batches))}
         speeds = believed_speeds(records, None, MAX_SAMPLES_PER_SECOND)
         for peer in range(len(self.swarm.batches)):
-            self._beliefs.saw(member(peer), (speeds.of(peer_id(peer)) or 0.0) / SLACK)
+            self._beliefs.saw(member(peer), speeds.of(peer_id(peer)) or 0.0)
 
     def _record(self, peer: int) -> PeerRecord:
         said = self.swarm.conduct(peer).speed(self.swarm.batches[peer] / EPOCH_SECONDS)

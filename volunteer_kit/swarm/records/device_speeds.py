@@ -1,7 +1,7 @@
 """Estimate the speed of the members' devices from their own records.
 
 Only its owner says how fast a device is; but everybody's word is signed and public, and many people own the same
-device. The estimate is generous, for a peer that is above it loses a round's samples.
+device. The estimate is generous, for a peer that is faster than that loses samples.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from hivemind.p2p import PeerID
 from volunteer_kit.swarm.net.identity import peer_digest
 from volunteer_kit.swarm.records.peer_record import PeerRecord
 
-OWN_SLACK = 1.5  # a device's speed is an average over its last ten microbatches
+OWN_SLACK = 4.5  # a mean over its last microbatches, of a machine that may have been busy with something else
 RARE_SLACK = 20.0  # a device that hardly anybody has: an H100 among T4s is 10 to 15 times as fast
 DEVICE_SLACK = 4.0  # the same device in another machine: other precision, other batch, a faster processor beside it
-SLACK = 3.0  # a machine that was busy with something else when it measured itself
-UNMEASURED_SLACK = 15.0  # one that has not said its speed yet, and is taken for as fast as the others
 MAX_SAMPLES_PER_SECOND = 10_000.0  # more than this, claimed by one peer, is not believed
 NOBODY = PeerID(b"")  # what is believed of who has no record
 
@@ -60,12 +58,8 @@ def believed_speeds(
     machines = machines_of(records, account_of)
     if not any(machine.speed > 0 for machine in machines.values()):
         return Limits()
-
-    def believed(peer: PeerID) -> float:
-        measured = peer in machines and machines[peer].speed > 0
-        return (SLACK if measured else UNMEASURED_SLACK) * speed_bound(peer, machines, max_samples_per_second)
-
-    return Limits({peer: believed(peer) for peer in machines}, believed(NOBODY))
+    speeds = {peer: speed_bound(peer, machines, max_samples_per_second) for peer in machines}
+    return Limits(speeds, speed_bound(NOBODY, machines, max_samples_per_second))
 
 
 def machines_of(records: Mapping[PeerID, PeerRecord], account_of: AccountOf | None) -> dict[PeerID, Machine]:
@@ -79,21 +73,22 @@ def machines_of(records: Mapping[PeerID, PeerRecord], account_of: AccountOf | No
 
 
 def speed_bound(peer: PeerID, machines: Mapping[PeerID, Machine], max_speed: float) -> float:
-    """Samples/s that `peer` can be believed to do: the least of what it says itself, what other accounts' machines of
-    its kind do, and what the run allows anybody. To say nothing does not help: it is then measured by all the others.
+    """Samples/s that `peer` can be believed to do: the least of what it says itself, what other accounts' machines do,
+    and what the run allows anybody. Two other accounts with its kind of device are the measure, else all others. A peer
+    gains nothing if it says nothing: then one other account is enough.
     """
     own = machines.get(peer)
     others = {p: m for p, m in machines.items() if p != peer and (own is None or m.account != own.account)}
     alike = _median_of_accounts(m for m in others.values() if own is not None and m.device == own.device)
+    measured = own is not None and own.speed > 0
+    rare = _median_of_accounts(others.values(), at_least=2 if measured else 1)
     bounds = [max_speed]
-    if own is not None and own.speed > 0:
+    if own is not None and measured:
         bounds.append(OWN_SLACK * own.speed)
-        rare = _median_of_accounts(others.values()) if alike is None else None
-        bounds += [] if rare is None else [RARE_SLACK * rare]
-    elif alike is None:
-        alike = _median_of_accounts(others.values(), at_least=1)
     if alike is not None:
         bounds.append(DEVICE_SLACK * alike)
+    elif rare is not None:
+        bounds.append(RARE_SLACK * rare)
     return min(bounds)
 
 
