@@ -1,7 +1,8 @@
 """Estimate the speed of the members' devices from their own records.
 
 Only its owner says how fast a device is; but everybody's word is signed and public, and many people own the same
-device. The estimate is generous, for a peer that is faster than that loses samples.
+device. The estimate is generous, for a peer that is faster than that loses samples; those who judge allow twice as
+much at once (`sync/beliefs.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from hivemind.p2p import PeerID
 from volunteer_kit.swarm.net.identity import peer_digest
 from volunteer_kit.swarm.records.peer_record import PeerRecord
 
-OWN_SLACK = 4.5  # a mean over its last microbatches, of a machine that may have been busy with something else
-RARE_SLACK = 20.0  # a device that hardly anybody has: an H100 among T4s is 10 to 15 times as fast
-DEVICE_SLACK = 4.0  # the same device in another machine: other precision, other batch, a faster processor beside it
+OWN_SLACK = 3.0  # a mean over its last microbatches, of a machine that may have been busy with something else
+RARE_SLACK = 15.0  # a device that hardly anybody has: an H100 among T4s is 10 to 15 times as fast
+DEVICE_SLACK = 2.0  # the same device in another machine: other precision, other batch, a faster processor beside it
 MAX_SAMPLES_PER_SECOND = 10_000.0  # more than this, claimed by one peer, is not believed
 NOBODY = PeerID(b"")  # what is believed of who has no record
 
